@@ -39,71 +39,71 @@ _OF_MODULES = ("_extra_state", "_packed_params", "_packed_params.dtype", "_packe
 # The place of the weights ---------------------------------------------------------------------------------------------
 
 
-def mains(found: Listing) -> list[StateDict]:
-    """The sets of weights that somebody may mean: all but averages, where there are others."""
-    models = [root for root in found.roots if root.is_model]
+def mains(contents: Listing) -> list[StateDict]:
+    """The sets of weights that a user may mean: all but averages, where there are others."""
+    models = [root for root in contents.roots if root.is_model]
     return [root for root in models if root.kind == state_dicts.WEIGHTS] or models
 
 
 def of_layout(
-    found: Listing, chosen: StateDict | None, alone: bool, taken: StateDict | None, gone: Collection[str] = ()
+    contents: Listing, chosen: StateDict | None, no_model: bool, sole: StateDict | None, dropped: Collection[str] = ()
 ) -> Iterator[Finding]:
-    """Findings on the place of the weights. chosen: those that fit the model best, if known.  alone: it is not.
-    taken: the set of weights that an earlier command has written alone.  gone: addresses of what an earlier command
+    """Findings on the place of the weights. chosen: those that fit the model best.  no_model: none was named.
+    sole: the set of weights that an earlier command has written alone.  dropped: addresses of what an earlier command
     left out."""
-    if named(found.container).is_program:
+    if named(contents.container).is_program:
         return
     unnamed = False
-    below = walk(found.tree) if isinstance(found.tree, dict) else ()
+    below = walk(contents.tree) if isinstance(contents.tree, dict) else ()
     paths = {path[:-1] for path, _ in below if len(path) > 1 and path[-1] == 1 and path[-2] in _SHADOWS}
     for path in [(), *sorted(paths, key=str)]:  # lists of two or more tensors and nothing else
-        node = item_at(found.tree, path)
+        node = item_at(contents.tree, path)
         if isinstance(node, (list, tuple)) and len(node) > 1 and all(isinstance(part, Tensor) for part in node):
             unnamed = True
             yield finding("unnamed-weights", where=address(path) or "the file", count=counted(len(node), "tensor"))
-    candidates = mains(found)
+    candidates = mains(contents)
     root = chosen or (candidates[0] if candidates else None)
     if root is None:
-        if not unnamed and not any(note.code == NUMPY for note in found.notes):
-            kinds = listed([*dict.fromkeys(root.detail or root.kind for root in found.roots)]) or "nothing at all"
-            yield finding("no-weights", kinds="one tensor" if isinstance(found.tree, Tensor) else kinds)
+        if not unnamed and not any(note.code == NUMPY for note in contents.notes):
+            kinds = listed([*dict.fromkeys(root.detail or root.kind for root in contents.roots)]) or "nothing at all"
+            yield finding("no-weights", kinds="one tensor" if isinstance(contents.tree, Tensor) else kinds)
         return
     if root.path:  # an entry of the file, or one set of several: the file is not a state dict
-        tops = [key for key, _ in children(found.tree)]
-        inside, node = "checkpoint", found.tree  # what they are in Python: `checkpoint['learner'].model`
+        tops = [key for key, _ in children(contents.tree)]
+        expression, node = "checkpoint", contents.tree  # what they are in Python: `checkpoint['learner'].model`
         for key in root.path:
             is_own = isinstance(node, Object) and key in (node.attributes or ()) and str(key).isidentifier()
-            inside += f".{key}" if is_own else f"[{key!r}]"
+            expression += f".{key}" if is_own else f"[{key!r}]"
             node = dict(children(node)).get(key)
-        inside += ".state_dict()" if root.module is not None else ""
-        if root is taken and named(found.container).is_folder:  # which torch.load does not read
-            inside = f"ckptool.load({f'{found.file}#{root.address}'!r})"
-        facts = {"place": address(root.path), "top": str(tops[0]), "python": inside}
+        expression += ".state_dict()" if root.module is not None else ""
+        if root is sole and named(contents.container).is_folder:  # which torch.load does not read
+            expression = f"ckptool.load({f'{contents.file}#{root.address}'!r})"
+        facts = {"place": address(root.path), "top": str(tops[0]), "python": expression}
         if chosen is None and len(candidates) > 1:
-            sets, addresses = counted(len(candidates), "set"), listed([each.address for each in candidates], 4)
-            each = finding("several-weights", count=sets, names=addresses, **facts)
+            sets, addresses = counted(len(candidates), "set"), listed([root.address for root in candidates], 4)
+            reason = finding("several-weights", count=sets, names=addresses, **facts)
         else:
-            averages = {other.path[0] for other in found.roots if other.kind == state_dicts.AVERAGE and other.path}
+            averages = {other.path[0] for other in contents.roots if other.kind == state_dicts.AVERAGE and other.path}
             beside = sorted((key for key in tops if key != root.path[0]), key=lambda key: key not in averages)
             others = [f"{key}{' (an average)' if key in averages else ''}" for key in beside]
-            each = finding("nested-weights", beside=f", beside {listed(others, 3)}" if others else "", **facts)
-        yield replace(each, commands=()) if root is taken else each
+            reason = finding("nested-weights", beside=f", beside {listed(others, 3)}" if others else "", **facts)
+        yield replace(reason, commands=()) if root is sole else reason
     if root.module is None:
-        yield from _not_tensors(root, gone)
-    if root.module is None and alone:
+        yield from _not_tensors(root, dropped)
+    if root.module is None and no_model:
         if COUNTER in root.node and len(root.node) > 1:
             yield finding("averaged-counter", model="the model itself")
         # A model inside another object whose layout is known: Lightning's module, an average.
         names = [key for key in root.node if type(key) is str and isinstance(root.node[key], Tensor)]
         bare = [name.removeprefix(wrappers(name)) for name in names]
-        fronts = {name.partition(".")[0] + "." for name in bare if "." in name}
-        averaged = next((prefix for prefix in _AVERAGED if prefix in fronts), "")
-        online = next((prefix for prefix in _ONLINE if prefix in fronts), "")
-        lightning = isinstance(found.tree, dict) and _LIGHTNING in found.tree
+        prefixes = {name.partition(".")[0] + "." for name in bare if "." in name}
+        averaged = next((prefix for prefix in _AVERAGED if prefix in prefixes), "")
+        online = next((prefix for prefix in _ONLINE if prefix in prefixes), "")
+        lightning = isinstance(contents.tree, dict) and _LIGHTNING in contents.tree
         if averaged and online:
             yield finding("several-weights, under prefixes", online=online, averaged=averaged, first=names[0])
-        elif (averaged or lightning) and len(fronts) == 1 and all("." in name for name in bare):
-            (prefix,), count = fronts, counted(len(names), "key")
+        elif (averaged or lightning) and len(prefixes) == 1 and all("." in name for name in bare):
+            (prefix,), count = prefixes, counted(len(names), "key")
             whose = "an average" if averaged else "the LightningModule"
             yield finding("prefix, of another object", count=count, prefix=prefix, whose=whose)
 
@@ -112,18 +112,18 @@ def of_layout(
 
 
 def not_tensors(root: StateDict) -> dict[str, Any]:
-    """The entries of a state dict that torch does not take for tensors and that no module of torch writes."""
+    """The entries of a state dict that are no tensors to torch and that no module of torch writes."""
     entries = root.node.items()
     return {k: v for k, v in entries if not isinstance(v, Tensor) and not str(k).endswith(_OF_MODULES)}
 
 
-def _not_tensors(root: StateDict, gone: Collection[str]) -> Iterator[Finding]:
+def _not_tensors(root: StateDict, dropped: Collection[str]) -> Iterator[Finding]:
     odd = {}
     for key, value in not_tensors(root).items():
-        # Of an array `convert --weights-only` makes a tensor: it has that command already.
+        # `convert --weights-only` makes a tensor of an array, which has that command already.
         array = expand(value) if isinstance(value, Object) else None
         is_array = isinstance(array, Array) and array_tensor(array) is not None
-        if not is_array and address((*root.path, key)) not in gone:
+        if not is_array and address((*root.path, key)) not in dropped:
             odd[key] = value
     if not odd:
         return
@@ -132,15 +132,15 @@ def _not_tensors(root: StateDict, gone: Collection[str]) -> Iterator[Finding]:
     kinds |= {key: value.name for key, value in odd.items() if isinstance(value, Object)}
     kinds |= {key: "a storage" for key, value in odd.items() if isinstance(value, StorageRef)}
     shown = listed([f"{key} ({kind})" for key, kind in kinds.items()], 3)
-    holding = any(isinstance(node, Tensor) for value in odd.values() for _, node in walk(value))
-    name = "not-a-tensor, but holds some" if holding else "not-a-tensor"
-    each = finding(name, count=f"{len(odd):,}", entries=entries, odd=shown)
+    holds_tensors = any(isinstance(node, Tensor) for value in odd.values() for _, node in walk(value))
+    name = "not-a-tensor, but holds some" if holds_tensors else "not-a-tensor"
+    reason = finding(name, count=f"{len(odd):,}", entries=entries, odd=shown)
     if any(map(state_dicts.is_optimizer, root.node.values())):  # of a run, as torchtitan saves it: nothing is wrong
-        each = replace(each, blocks=False)
+        reason = replace(reason, blocks=False)
     droppable = [key for key in odd if type(key) is str and not set(".*?[]~/") & set(key) and not key.startswith("re:")]
-    if len(droppable) == len(odd) and not holding:  # no module's parameter is called so
-        each = replace(each, commands=(command("edit", FILE, drop=droppable, out=OUT),), advice="")
-    yield each
+    if len(droppable) == len(odd) and not holds_tensors:  # no module's parameter is called so
+        reason = replace(reason, commands=(command("edit", FILE, drop=droppable, out=OUT),), advice="")
+    yield reason
 
 
 # The fit --------------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _not_tensors(root: StateDict, gone: Collection[str]) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Names that the model misses and those that it does not have, after what torch's own modules make good; shapes
+    """Names that the model misses and those that it does not have, after what torch's own modules make up for; shapes
     that differ. names: as the model would see them -> keys of the checkpoint."""
 
     names: Mapping[str, str]
@@ -168,17 +168,17 @@ class Fit:
 def fit(root: StateDict, target: Target, names: Mapping[str, str]) -> Fit:
     """The fit of the keys of `root` under other names (name -> key)."""
     values = target.values or ()
-    theirs = dict.fromkeys([*target.tensors, *(name for name in values if name.endswith("_extra_state"))])
-    pairs = {name: names[name] for name in theirs if name in names}
-    missing = [name for name in theirs if name not in pairs]
-    free = {name: key for name, key in names.items() if name not in theirs}
+    target_names = dict.fromkeys([*target.tensors, *(name for name in values if name.endswith("_extra_state"))])
+    pairs = {name: names[name] for name in target_names if name in names}
+    missing = [name for name in target_names if name not in pairs]
+    free = {name: key for name, key in names.items() if name not in target_names}
     metadata = root.node.metadata if isinstance(root.node, OrderedDict) else None
     renamed, supplied, dropped = accepted(pairs, missing, free, metadata)
     used = {*renamed.values(), *dropped}
     extra = [name for name, key in free.items() if key not in used]
     pairs |= renamed
     if target.kind == CHECKPOINT:
-        newer = set(also_newer(extra, theirs, target.metadata))
+        newer = set(also_newer(extra, target_names, target.metadata))
         extra = [name for name in extra if name not in newer]
     missing = [name for name in missing if name not in renamed and name not in supplied]
     shapes = []
@@ -194,8 +194,8 @@ def best_root(roots: Sequence[StateDict], target: Target) -> StateDict | None:
     """The set of weights that fits a model best; the first of those that fit alike."""
 
     def score(root: StateDict) -> int:
-        best = find_way(root, target).fit
-        return best.matched - len(best.missing) - len(best.extra) - len(best.shapes)
+        match = find_way(root, target).fit
+        return match.matched - len(match.missing) - len(match.extra) - len(match.shapes)
 
     return max(roots, key=score, default=None)
 
@@ -220,34 +220,34 @@ def find_way(root: StateDict, target: Target) -> Way:
         unwrapped = fit(root, target, bare)
         way = Way(unwrapped, (), True) if unwrapped.matched > way.fit.matched else way
     if COUNTER in way.fit.extra:
-        rest = {name: key for name, key in way.fit.names.items() if name != COUNTER}
-        way = Way(fit(root, target, rest), (finding("averaged-counter", model=target.name),), way.unwraps)
+        uncounted = {name: key for name, key in way.fit.names.items() if name != COUNTER}
+        way = Way(fit(root, target, uncounted), (finding("averaged-counter", model=target.name),), way.unwraps)
     if way.fit.is_exact:
         return way
-    names, better = way.fit.names, list[tuple[Any, Way]]()
+    names, improvements = way.fit.names, list[tuple[Any, Way]]()
 
     def consider(order: tuple[Any, ...], which: str, prefix: str, tried: dict[str, str], count: int) -> None:
-        """Keeps what a prefix off or on makes of the names, if more match by that, and at least half of so many."""
+        """Keeps the names with a prefix off or on, if more match that way, and at least half of `count`."""
         fits = fit(root, target, tried)
         if fits.matched > way.fit.matched and 2 * fits.matched >= count:
             step = finding(which, prefix=prefix, model=target.name, rest=f"{len(names) - len(tried):,}")
-            better.append(((bool(fits.missing), *order), Way(fits, (*way.steps, step), way.unwraps)))
+            improvements.append(((bool(fits.missing), *order), Way(fits, (*way.steps, step), way.unwraps)))
 
     for prefix in _prefixes(target.tensors, names):
-        inside = {name[len(prefix) :]: of for name, of in names.items() if name.startswith(prefix)}
+        stripped = {name[len(prefix) :]: key for name, key in names.items() if name.startswith(prefix)}
         average = any(word in prefix.lower() for word in _AVERAGES)
-        which = "prefix, some have it" if len(inside) < len(names) else "prefix, all have it"
-        consider((average, -len(inside), prefix), which, prefix, inside, len(target.tensors))
-    for prefix in () if better else _prefixes(names, target.tensors):
+        which = "prefix, some have it" if len(stripped) < len(names) else "prefix, all have it"
+        consider((average, -len(stripped), prefix), which, prefix, stripped, len(target.tensors))
+    for prefix in () if improvements else _prefixes(names, target.tensors):
         which = "prefix, the model is wrapped" if prefix == PEELED else "prefix, the model has it"
-        consider((), which, prefix, {prefix + name: of for name, of in names.items()}, len(names))
-    return min(better, key=itemgetter(0))[1] if better else way
+        consider((), which, prefix, {prefix + name: key for name, key in names.items()}, len(names))
+    return min(improvements, key=itemgetter(0))[1] if improvements else way
 
 
 def _prefixes(names: Iterable[str], longer: Collection[str]) -> dict[str, None]:
     """The prefixes with which a few of the names are among the longer ones."""
-    few = list(islice(names, FEW))
-    return dict.fromkeys(long[: -len(name)] for name in few for long in longer if long.endswith(f".{name}"))
+    sample = list(islice(names, FEW))
+    return dict.fromkeys(long[: -len(name)] for name in sample for long in longer if long.endswith(f".{name}"))
 
 
 def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
@@ -256,38 +256,38 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
 
     yield from way.steps
     names, shapes = way.fit.names, way.fit.shapes
-    other = None
+    translation = None
     if not way.fit.is_exact or shapes:
-        other = translation_to({name: root.node[key] for name, key in names.items()}, target.tensors)
-    if other is not None:
-        yield replace(finding("layout", why=other[0]), commands=(other[1],))
+        translation = translation_to({name: root.node[key] for name, key in names.items()}, target.tensors)
+    if translation is not None:
+        yield replace(finding("layout", why=translation[0]), commands=(translation[1],))
         return
-    odd = {key for key in not_tensors(root) if type(key) is str}  # which have a finding of their own
-    missing = [name for name in way.fit.missing if names.get(name) not in odd]
-    extra = [name for name in way.fit.extra if names[name] not in odd]
+    reported = {key for key in not_tensors(root) if type(key) is str}  # which have a finding of their own
+    missing = [name for name in way.fit.missing if names.get(name) not in reported]
+    extra = [name for name in way.fit.extra if names[name] not in reported]
     groups = tie_groups(target.tensors.values()).values() if not extra else ()
-    there = {name for group in groups if any(name in names for name in group) for name in group}
+    tied_names = {name for group in groups if any(name in names for name in group) for name in group}
     model, is_spec = {"model": target.name}, target.kind == SPEC
-    if tied := [name for name in missing if name in there]:
-        missing = [name for name in missing if name not in there]
+    if tied := [name for name in missing if name in tied_names]:
+        missing = [name for name in missing if name not in tied_names]
         which = "tied-weights, of a spec" if is_spec else "tied-weights"
         yield finding(which, names=listed(tied, 3), first=tied[0], **model)
     if missing or extra:
         sides = (("missing", missing), ("unexpected", extra))
-        parts = [f"{len(n):,} {form(len(n), 'is', 'are')} {word} ({listed(n, 2)})" for word, n in sides if n]
+        parts = [f"{len(odd):,} {form(len(odd), 'is', 'are')} {word} ({listed(odd, 2)})" for word, odd in sides if odd]
         which = "keys-differ, and shapes" if shapes else "keys-differ"
         which = which if way.fit.matched > len(shapes) else "keys-differ, all of them"
         yield finding(which, count=counted(len(target.tensors), "key"), differ=" and ".join(parts), **model)
     if shapes:
-        both = [(name, root.node[names[name]], target.tensors[name]) for name in shapes if name in names]
-        differ = listed([f"{name} {_shape(have)} against {_shape(want)}" for name, have, want in both], 3)
+        unequal = [(name, root.node[names[name]], target.tensors[name]) for name in shapes if name in names]
+        differ = listed([f"{name} {_shape(have)} against {_shape(want)}" for name, have, want in unequal], 3)
         which = "shape-mismatch, alone" if is_spec or way.fit.matched <= len(shapes) else "shape-mismatch"
-        ways = [f"{name}={how}" for name, *two in both if (how := of_positions(name, *(each.shape for each in two)))]
+        ways = [f"{name}={how}" for name, *two in unequal if (how := of_positions(name, *(side.shape for side in two)))]
         is_grid = bool(ways) and which == "shape-mismatch"
         which += ", of positions" if is_grid else ""
-        found = finding(which, count=counted(len(shapes), "tensor has", "tensors have"), shapes=differ, **model)
+        reason = finding(which, count=counted(len(shapes), "tensor has", "tensors have"), shapes=differ, **model)
         line = command("warm-start", FILE, against=target.name, resize=ways, on_mismatch="skip", out=OUT)
-        yield replace(found, commands=(line,)) if is_grid else found
+        yield replace(reason, commands=(line,)) if is_grid else reason
 
 
 def _shape(tensor: Any) -> str:

@@ -35,16 +35,16 @@ POINTER = re.compile(
 
 
 def git(*words: str, ok: Collection[int] = (0,), at: str | None = None) -> str | None:
-    """The output of a git command; None where it ends with another code of `ok` than 0.
+    """The output of a git command; None where it ends with a code of `ok` other than 0.
     Raises `RunFailed` with what git says, `FileProblem` where there is no git."""
     try:
-        done = subprocess.run(["git", *words], stdin=subprocess.DEVNULL, capture_output=True, cwd=at, check=False)
+        process = subprocess.run(["git", *words], stdin=subprocess.DEVNULL, capture_output=True, cwd=at, check=False)
     except OSError as error:
         raise FileProblem("git could not be started", str(error), "Install git.") from error
-    if done.returncode not in ok:
-        said = os.fsdecode(done.stderr).strip().partition("\n")[0]
-        raise RunFailed(f"git {words[0]} ended with code {done.returncode}: {said}")
-    return None if done.returncode else os.fsdecode(done.stdout)
+    if process.returncode not in ok:
+        message = os.fsdecode(process.stderr).strip().partition("\n")[0]
+        raise RunFailed(f"git {words[0]} ended with code {process.returncode}: {message}")
+    return None if process.returncode else os.fsdecode(process.stdout)
 
 
 def text_for_git(path: str) -> list[str]:
@@ -55,8 +55,8 @@ def text_for_git(path: str) -> list[str]:
     source = Source(path)
     if pointer := POINTER.match(source.read(0, min(source.size, SMALL))):
         oid = pointer[1].decode()
-        here = os.path.join((git("rev-parse", "--git-common-dir", ok=(0, 128)) or "").strip(), "lfs/objects")
-        path = os.path.join(here, oid[:2], oid[2:4], oid)
+        objects = os.path.join((git("rev-parse", "--git-common-dir", ok=(0, 128)) or "").strip(), "lfs/objects")
+        path = os.path.join(objects, oid[:2], oid[2:4], oid)
         if not os.path.isfile(path):
             head = ["a git-lfs pointer: the file itself is not here", f"oid sha256:{oid}", f"size {int(pointer[2])}"]
             return [*head, f"To compare the files: git lfs pull; git update-ref -d {CACHE}"]
@@ -71,21 +71,21 @@ def text_for_git(path: str) -> list[str]:
         with suppress(UnicodeDecodeError):
             if b"\0" not in content:
                 return [printable(line) for line in content.decode().replace("\t", "    ").splitlines()]
-        said = error.what.replace(printable(source.path), "this file")
-        return [f"{error.code}: {said}", f"{source.size:,} bytes  {_digest(source)}"]
+        message = error.what.replace(printable(source.path), "this file")
+        return [f"{error.code}: {message}", f"{source.size:,} bytes  {_digest(source)}"]
 
 
 def _lines(source: Source) -> Iterator[str]:
     checkpoint = formats.read_alone(source)
-    found = listing(checkpoint)
-    pairs = [(row.path, row.tensor) for row in found.tensors]
+    contents = listing(checkpoint)
+    pairs = [(row.path, row.tensor) for row in contents.tensors]
     kinds = [""] * len(pairs)
-    inside: Path | None = None  # of an object that is shown as one value
-    for row in found.entries:
+    holder: Path | None = None  # of an object that is shown as one value
+    for row in contents.entries:
         # Versions of modules are in no other container.
-        if row.same_as is not None or "_metadata" in row.path or (inside and row.path[: len(inside)] == inside):
+        if row.same_as is not None or "_metadata" in row.path or (holder and row.path[: len(holder)] == holder):
             continue
-        inside = row.path if isinstance(row.value, Object) and not isinstance(expand(row.value), Object) else None
+        holder = row.path if isinstance(row.value, Object) and not isinstance(expand(row.value), Object) else None
         array = array_entry(row.value)
         if array is None:
             yield f"{printable(row.address) or WHOLE}  {_value(row.value)}"
@@ -96,10 +96,10 @@ def _lines(source: Source) -> Iterator[str]:
     for (path, _), tensor, kind in zip(pairs, digests, kinds, strict=True):
         shape, digest = list(tensor.shape or ()), tensor.sha256[:DIGITS]
         yield f"{printable(address(path)) or WHOLE}  {kind}{tensor.dtype} {shape}  {digest}"
-    if found.unlisted:  # a change of one of them is to be seen, too
-        more = counted(found.unlisted, "more entry", "more entries")
+    if contents.unlisted:  # a change of one of them is to be seen, too
+        more = counted(contents.unlisted, "more entry", "more entries")
         yield f"… and {more}, in a file with the digest  {_digest(source)}"
-    for key, value in found.metadata.items() if formats.named(checkpoint.container).tensors_only else ():
+    for key, value in contents.metadata.items() if formats.named(checkpoint.container).tensors_only else ():
         if not re.match(r"format$|ckptool\.", str(key)):  # which say who wrote a file, and not what is in it
             yield f"metadata {printable(str(key))}  {_value(value)}"
 

@@ -68,7 +68,7 @@ class TensorRow:
 @facts.dataclass(slots=True, eq=False)
 class EntryRow:
     """A value other than a tensor, at one place in the tree.
-    same_as: where else it stands, if it is a container with an earlier place.  repeated: a part of such a one."""
+    same_as: the earlier place of the same container, if there is one.  repeated: it is a part of such a container."""
 
     path: Path
     value: Any
@@ -100,7 +100,7 @@ def _rows_json(rows: Iterable[TensorRow]) -> list[Json]:
 
 
 def _entries_json(rows: Iterable[EntryRow]) -> list[Json]:
-    """Every value that is printed; of one that stands in an earlier place, too, only where. Bounded together."""
+    """Every value that is printed; of one that stands in an earlier place, too, only that place. Bounded together."""
     from ckptool.pickles.plain import to_jsons
 
     shown = [row for row in rows if not row.repeated]
@@ -171,13 +171,13 @@ class Listing(Report):
         entries = [row for row in self.entries if not row.repeated]
         if quiet:
             addresses = [row.address for row in self.tensors] + [row.address for row in entries]
-            yield from (each or "/" for each in addresses)
+            yield from (address or "/" for address in addresses)
             return
         engine = engine_of(self.metadata)
-        own = self.metadata if named(self.container).own_metadata else ENGINE if engine else ()
-        said = [f"{key}={value_text(value)}" for key, value in self.metadata.items() if key not in own]
+        hidden = self.metadata if named(self.container).own_metadata else ENGINE if engine else ()
+        metadata = [f"{key}={value_text(value)}" for key, value in self.metadata.items() if key not in hidden]
         facts = [self.container, *([self.part.label] if self.part else []), size(self.bytes)]
-        facts += [f"metadata {listed(said, 4)}"] if said else []
+        facts += [f"metadata {listed(metadata, 4)}"] if metadata else []
         yield bold((self.file or "in memory") + (f"#{self.at}" if self.at else "")), f": {', '.join(facts)}"
         yield f"engine: {engine}" if engine else None
         yield ""
@@ -195,14 +195,14 @@ class Listing(Report):
             tied = {id(part.rows[row]): part.rows[first] for part in self.parts for row, first in part.tied.items()}
             rows = []
             for row in self.tensors:
-                tensor = row.tensor  # and what is not so of most
-                odd = [] if tensor.location == "cpu" else [tensor.location]
+                tensor = row.tensor  # and what is unusual about it
+                remarks = [] if tensor.location == "cpu" else [tensor.location]
                 if isinstance(tensor, Composite):
-                    odd.append(tensor.kind)
+                    remarks.append(tensor.kind)
                 elif not tensor.is_contiguous:
-                    odd.append(f"strides {list(tensor.stride)}")
-                odd += [f"tied to {tied[id(row)].address}"] if id(row) in tied else []
-                rows.append([row.address or WHOLE, *_type(row.tensor), size(row.tensor.nbytes), ", ".join(odd)])
+                    remarks.append(f"strides {list(tensor.stride)}")
+                remarks += [f"tied to {tied[id(row)].address}"] if id(row) in tied else []
+                rows.append([row.address or WHOLE, *_type(row.tensor), size(row.tensor.nbytes), ", ".join(remarks)])
             yield Table(rows, right=(3,), indent=0)
         else:
             yield from _outlined(self.parts, depth)
@@ -226,7 +226,7 @@ class Listing(Report):
 
 
 def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
-    """A line for each part, and below it an outline of what is in it; of a file of plain values these, as they fit."""
+    """A line for each part, and below it an outline of it; of a file of plain values these, as far as they fit."""
     if len(parts) == 1 and parts[0].root.path == () and not parts[0].rows:
         node = parts[0].root.node
         rows = [(address((key,)), value_text(value)) for key, value in islice(children(node), LINES + 1)]
@@ -296,7 +296,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
                 unlisted += 1
         elif repeat is None and places.setdefault(id(node), path) is not path:
             parts = list(islice(children(node), SHORT + 1))
-            # Else it is printed in every place, as the `betas` that all groups of an optimizer share.
+            # Otherwise it is printed in every place, like the `betas` that all groups of an optimizer share.
             if len(parts) > SHORT or any(type(part) not in SCALARS for _, part in parts):
                 repeat = path
                 entries.append(EntryRow(path, node, same_as=places[id(node)]))
@@ -310,8 +310,8 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
         if (place := owner(row.path)) is None:
             named.append(row)
         elif (root := modules.pop(place, None)) is not None:  # its first row
-            own = (((*root.path, key), value) for key, value in root.node.items())
-            for path, tensor in (*own, *state_dicts.unnamed_tensors(root)):
+            pairs = (((*root.path, key), value) for key, value in root.node.items())
+            for path, tensor in (*pairs, *state_dicts.unnamed_tensors(root)):
                 index = numbers[id(tensor.storage)] if isinstance(tensor, TensorEntry) else None
                 named.append(TensorRow(path, tensor, index))
     rows = named or rows
@@ -336,38 +336,38 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     )
 
 
-def matching_only(found: Listing, only: Sequence[str]) -> Listing:
+def matching_only(contents: Listing, only: Sequence[str]) -> Listing:
     """The tensors and entries whose address matches one of the patterns, or whose key in its part does.
     Raises `NoMatch` naming a pattern that matches nothing."""
     if not only:
-        return found
-    owner = owners(found.roots)
-    everything: list[TensorRow | EntryRow] = [*found.tensors, *found.entries]
-    names = {id(row): {row.address, address(row.path[len(owner(row.path) or ()) :])} for row in everything}
+        return contents
+    owner = owners(contents.roots)
+    every: list[TensorRow | EntryRow] = [*contents.tensors, *contents.entries]
+    names = {id(row): {row.address, address(row.path[len(owner(row.path) or ()) :])} for row in every}
     chosen = selected(set().union(*names.values()), only)
-    rows = tuple(row for row in found.tensors if names[id(row)] & chosen)
-    # A part of what stands in an earlier place, too, is asked for by name: it is printed.
-    entries = (replace(row, repeated=False) for row in found.entries if names[id(row)] & chosen)
+    rows = tuple(row for row in contents.tensors if names[id(row)] & chosen)
+    # A pattern asks by name: parts of what stands in an earlier place, too, are printed.
+    entries = (replace(row, repeated=False) for row in contents.entries if names[id(row)] & chosen)
     sizes = {id(part.storage): part.storage.nbytes for row in rows for part in stored_parts(row.tensor)}
-    kept = {owner(row.path) or () for row in rows}
-    roots = tuple(root for root in found.roots if root.path in kept)
-    found = replace(found, storages=len(sizes), tensor_bytes=sum(sizes.values()))
-    return replace(found, tensors=rows, entries=tuple(entries), roots=roots, only=tuple(only))
+    paths = {owner(row.path) or () for row in rows}
+    roots = tuple(root for root in contents.roots if root.path in paths)
+    contents = replace(contents, storages=len(sizes), tensor_bytes=sum(sizes.values()))
+    return replace(contents, tensors=rows, entries=tuple(entries), roots=roots, only=tuple(only))
 
 
-def with_statistics(found: Listing, numbers: Mapping[str, Statistics], path: str) -> Listing:
+def with_statistics(contents: Listing, stats: Mapping[str, Statistics], path: str) -> Listing:
     """The listing with statistics, by address, and its notes with commands that can be run on the file."""
-    rows = [replace(row, statistics=numbers.get(row.address)) for row in found.tensors] if numbers else found.tensors
-    bad = [place for place, values in numbers.items() if values.nans or values.infs]
-    notes = runnable(found.notes, path, found.container)
+    rows = [replace(row, statistics=stats.get(row.address)) for row in contents.tensors] if stats else contents.tensors
+    bad = [place for place, values in stats.items() if values.nans or values.infs]
+    notes = runnable(contents.notes, path, contents.container)
     if bad:
-        holding = f"{len(bad):,} of {counted(len(rows), 'tensor')} {form(len(bad), 'holds', 'hold')}"
-        notes = (Note("non-finite", f"{holding} NaN or Inf: {listed(bad, 3)}"), *notes)
-    return replace(found, tensors=tuple(rows), notes=notes)
+        share = f"{len(bad):,} of {counted(len(rows), 'tensor')} {form(len(bad), 'holds', 'hold')}"
+        notes = (Note("non-finite", f"{share} NaN or Inf: {listed(bad, 3)}"), *notes)
+    return replace(contents, tensors=tuple(rows), notes=notes)
 
 
 def owners(roots: Iterable[StateDict]) -> Callable[[Path], Path | None]:
-    """A function that gives the path of the root that a path leads into, the innermost one; None outside of all."""
+    """A function from a path to the path of the innermost root that it leads into; None outside of all roots."""
     paths = {root.path for root in roots}
     depths = sorted({len(path) for path in paths}, reverse=True)
     return lambda path: next((path[:depth] for depth in depths if path[:depth] in paths), None)
@@ -379,10 +379,10 @@ def engine_of(metadata: Mapping[str, Any]) -> str:
     engine, ranks, step = (metadata.get(key) for key in ENGINE)
     if type(engine) is not str:
         return ""
-    said = [printable(engine[:200])]
-    said += [f"saved by {counted(ranks, 'rank')}"] if type(ranks) is int else []
-    said += [f"step {step:,}"] if type(step) is int else []
-    return ", ".join(said)
+    facts = [printable(engine[:200])]
+    facts += [f"saved by {counted(ranks, 'rank')}"] if type(ranks) is int else []
+    facts += [f"step {step:,}"] if type(step) is int else []
+    return ", ".join(facts)
 
 
 def _is_leaf(node: Any) -> bool:
@@ -403,9 +403,9 @@ def _notes(checkpoint: Checkpoint, roots: Sequence[StateDict], rows: Sequence[Te
         entry = row.tensor
         if isinstance(entry, TensorEntry) and row.storage is not None:
             total, nbytes = entry.storage.data.length, entry.nbytes
-            seen = nbytes if nbytes == total else min(nbytes, entry.span()[1] - entry.span()[0])
-            hidden[row.storage] = hidden.get(row.storage, total) - seen
-    wasted = [left for left in hidden.values() if left > 0]
+            visible = nbytes if nbytes == total else min(nbytes, entry.span()[1] - entry.span()[0])
+            hidden[row.storage] = hidden.get(row.storage, total) - visible
+    wasted = [unused for unused in hidden.values() if unused > 0]
     if sum(wasted) >= WASTE_WORTH_A_NOTE:
         where = f"{size(sum(wasted))} in {counted(len(wasted), 'storage')}"
         fix = command("slim", FILE, keep_optimizer=True, out=OUT)
@@ -419,8 +419,8 @@ def _notes(checkpoint: Checkpoint, roots: Sequence[StateDict], rows: Sequence[Te
         state = root.node["state"]
         groups = [group.get("params") for group in root.node["param_groups"] if isinstance(group, dict)]
         lists = [names for names in groups if isinstance(names, (list, tuple))]
-        known = {each for names in lists for each in names if type(each) in (int, str)}
-        missing = [key for key in state if key not in known]
+        parameters = {name for names in lists for name in names if type(name) in (int, str)}
+        missing = [key for key in state if key not in parameters]
         if missing and groups:
             which = listed([str(key)[:100] for key in missing])
             count = f"{len(missing):,} of {counted(len(state), 'state')} {form(len(missing), 'belongs', 'belong')}"
@@ -430,8 +430,8 @@ def _notes(checkpoint: Checkpoint, roots: Sequence[StateDict], rows: Sequence[Te
     if arrays:
         places = listed([f"{root.detail} at {root.address or 'the top'}" for root in arrays], 3)
         message = f"{places}: no tensors yet, but convert and diff take them for weights"
-        one = command("convert", FILE, out=OUT_SAFETENSORS) if len(arrays) == 1 else ()
-        yield Note(NUMPY, message, one)
+        convert = command("convert", FILE, out=OUT_SAFETENSORS) if len(arrays) == 1 else ()
+        yield Note(NUMPY, message, convert)
     yield from checkpoint.notes
 
 
@@ -455,7 +455,7 @@ def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
             unknown.setdefault((use.how, use.name), place)
     if unknown:
         names = {how: sorted(name for kind, name in unknown if kind == how) for how in _WOULD}
-        would = [f"{_WOULD[how]} {listed(each)}" for how, each in names.items() if each]
+        would = [f"{_WOULD[how]} {listed(group)}" for how, group in names.items() if group]
         where = f"first at {next(iter(unknown.values())) or 'the top'}"
         yield Note("unsafe-global", f"loading it with pickle would {listed(would)} ({where}); ckptool does not")
     if unread := unjudged(checkpoint):
@@ -475,27 +475,27 @@ def _naming_notes(roots: Sequence[StateDict]) -> Iterator[Note]:
         kinds = Counter(kind for name in names if (kind := wrappers(name)))
         if not kinds:
             continue
-        having = sum(count for kind, count in kinds.items() if "module" in kind.split("."))
-        partial = partial or 0 < having < len(names)  # the command is one for all roots
+        with_module = sum(count for kind, count in kinds.items() if "module" in kind.split("."))
+        partial = partial or 0 < with_module < len(names)  # the command is one for all roots
         collide = collide or len({*map(without_wrappers, names)}) < len(names)  # then no command does it
         wrapped = sum(kinds.values())
         where = f"{wrapped:,} of {counted(len(names), 'key')} of {root.address or 'the file'}"
         prefixes = listed([f"'{kind}'" for kind in sorted(kinds)])
         message = f"{where} {form(wrapped, 'has', 'have')} a wrapper's prefix, {prefixes}"
-        notes.append(("prefix-module" if having else "prefix-compiled", message))
+        notes.append(("prefix-module" if with_module else "prefix-compiled", message))
     fix = () if collide else command("strip-module", FILE, partial=partial, out=OUT)
     yield from (Note(code, message, fix) for code, message in notes)
 
 
 def _loading_notes(checkpoint: Checkpoint, rows: Sequence[TensorRow], is_unsafe: bool) -> Iterator[Note]:
-    """Tensors of a device, and values that would run nothing unknown and that torch.load refuses all the same."""
-    places = Counter(row.tensor.location for row in rows)
-    elsewhere = sorted((place, count) for place, count in places.items() if place not in ("cpu", "meta"))
-    if elsewhere:
-        (first, count), *more = elsewhere
+    """Tensors on a device, and values that torch.load refuses although loading them would run nothing unknown."""
+    locations = Counter(row.tensor.location for row in rows)
+    devices = sorted((place, count) for place, count in locations.items() if place not in ("cpu", "meta"))
+    if devices:
+        (first, count), *more = devices
         saved = f"{count:,} {form(count, 'tensor was', 'tensors were')} saved on {first}"
         facts = listed([saved, *(f"{count:,} {place}" for place, count in more)])
-        code = "cuda-location" if any(place.startswith("cuda") for place, _ in elsewhere) else "device-location"
+        code = "cuda-location" if any(place.startswith("cuda") for place, _ in devices) else "device-location"
         yield Note(
             code,
             f"{facts}; without that device, torch.load needs map_location",
@@ -507,7 +507,7 @@ def _loading_notes(checkpoint: Checkpoint, rows: Sequence[TensorRow], is_unsafe:
     try:
         plain = weights_only(checkpoint)
         names = plain.refused
-        if {id(each) for each in storages(checkpoint.tree)} == {id(each) for each in storages(plain.checkpoint.tree)}:
+        if {id(item) for item in storages(checkpoint.tree)} == {id(item) for item in storages(plain.checkpoint.tree)}:
             fix = command("convert", FILE, weights_only=True, out=OUT)
     except Conflict:
         names = ["keys that would become the same text"]
@@ -561,11 +561,11 @@ def summary_of(root: StateDict, rows: Sequence[TensorRow]) -> PartSummary:
     tied: dict[int, int] = {}
     for index, row in enumerate(rows) if shared else ():
         if row.storage in shared and isinstance(row.tensor, TensorEntry):
-            before = first.setdefault((row.storage, row.tensor.layout), index)
-            tied.update({index: before} if before != index else {})
+            earlier = first.setdefault((row.storage, row.tensor.layout), index)
+            tied.update({index: earlier} if earlier != index else {})
     sizes = [0 if index in tied else row.tensor.nbytes for index, row in enumerate(rows)]
     elements = sum([row.tensor.numel for index, row in enumerate(rows) if index not in tied])
     dtypes = Counter([row.tensor.dtype.name if row.tensor.dtype else "unknown" for row in rows])
     places = Counter([row.tensor.location for row in rows])
-    kinds, locations = (tuple(each for each, _ in counts.most_common()) for counts in (dtypes, places))
+    kinds, locations = (tuple(name for name, _ in counts.most_common()) for counts in (dtypes, places))
     return PartSummary(root, rows, sizes, tied, elements, sum(sizes), kinds, locations)

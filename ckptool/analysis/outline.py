@@ -83,7 +83,7 @@ class Branch:
 
     @property
     def address(self) -> str:
-        """The address of what it is; of what has no more in common than the beginning of its name a pattern."""
+        """The address of what it is; a pattern where its tensors share only the beginning of their names."""
         pieces, _, name = self.items[0] if self.items else ([], 0, "")
         end = sum(len(piece) + 1 for piece in pieces[: self.depth - bool(self.members)])
         if not self.members and (self.leaf is not None or name[end - 1 : end] in ("/", "")):
@@ -96,7 +96,7 @@ class Branch:
 
     @cached_property
     def below(self) -> list[Branch]:
-        """What stands below it where nothing is left out: of a folded one its members."""
+        """What stands below it where nothing is left out; the members of a folded one."""
         start = self.depth - bool(self.members)
         return [_compressed(child, start) for child in self.members or self.children]
 
@@ -117,7 +117,7 @@ class Branch:
 
     @cached_property
     def structure(self) -> list[tuple[object, ...]]:
-        """Everything by which two repeated layers can differ, whatever the last piece is that they share.
+        """Everything by which two repeated layers can differ, except the last piece that they share.
         A tie within the layer is to a place in it, any other to one row of the part."""
         pieces, tied = self.items[0][0][: self.depth], self.part.tied
         begin = sum([len(piece) + 1 for piece in pieces[:-1]])
@@ -181,28 +181,28 @@ def _folded(branches: list[Branch]) -> list[Branch]:
     Numbers go up by one, with the leading zeros of the first. Where something is folded, neighbours of one prefix come
     in the order of their numbers, as sorted names do not (`layers.10` before `layers.2`)."""
     folded: list[Branch] = []
-    for prefix, group in groupby(branches, lambda each: (match := _NUMBERED.fullmatch(each.label)) and match[1]):
+    for prefix, group in groupby(branches, lambda branch: (match := _NUMBERED.fullmatch(branch.label)) and match[1]):
         siblings = list(group)
         if prefix is None or len(siblings) < FOLDED:
             folded += siblings
             continue
         at, runs = len(prefix), list[list[Branch]]()
-        for each in sorted(siblings, key=lambda each: int(each.label[at:])):
-            first, number = (runs[-1][0], str(int(runs[-1][-1].label[at:]) + 1)) if runs else (each, "")
-            is_next = each.label[at:] == number.zfill(len(first.label) - at) and first is not each
-            is_next = is_next and (first.size, len(first.items)) == (each.size, len(each.items))
-            if is_next and first.structure == each.structure:
-                runs[-1].append(each)
+        for sibling in sorted(siblings, key=lambda sibling: int(sibling.label[at:])):
+            first, number = (runs[-1][0], str(int(runs[-1][-1].label[at:]) + 1)) if runs else (sibling, "")
+            is_next = sibling.label[at:] == number.zfill(len(first.label) - at) and first is not sibling
+            is_next = is_next and (first.size, len(first.items)) == (sibling.size, len(sibling.items))
+            if is_next and first.structure == sibling.structure:
+                runs[-1].append(sibling)
             else:
-                runs.append([each])
+                runs.append([sibling])
         if all(len(run) < FOLDED for run in runs):
-            runs = [[each] for each in siblings]
+            runs = [[sibling] for sibling in siblings]
         for run in runs:
             if len(run) < FOLDED:
                 folded += run
                 continue
             first, label = run[0], f"{prefix}{{{run[0].label[at:]}..{run[-1].label[at:]}}}"
-            times, size = first.times * len(run), sum(each.size for each in run)
+            times, size = first.times * len(run), sum(sibling.size for sibling in run)
             folded.append(Branch(first.part, first.items, first.depth, label, times, size, run))
     return folded
 
@@ -221,11 +221,11 @@ def overview(divided: Sequence[PartSummary], depth: int | None = None, lines: in
     """An overview of a file with many parts: a row each, the largest with an outline; then how many are left out.
 
     lines: of all outlines together; 0 for what a screen has room for."""
-    alike = {} if depth is not None else like_others(divided)
+    originals = {} if depth is not None else like_others(divided)
     shown = divided if depth is not None else divided[:ROOTS]
     room = max(LINES - len(shown), SHOWN)
-    first = [part for part in shown if part not in alike]
-    several = [part for part in first if len(part.rows) > 1 or (part.rows and part.rows[0].path != part.root.path)]
+    distinct = [part for part in shown if part not in originals]
+    several = [part for part in distinct if len(part.rows) > 1 or (part.rows and part.rows[0].path != part.root.path)]
     # Optimizers repeat the model's names: their one line is enough, unless a depth was asked for.
     outlined = [part for part in several if depth is not None or part.root.is_model or part.root.kind == PLAIN]
     if depth is None:
@@ -233,28 +233,28 @@ def overview(divided: Sequence[PartSummary], depth: int | None = None, lines: in
     with_outline, rows = set(outlined), []
     for part in shown:
         name, detail = part.root.address or WHOLE, root_detail(part)
-        if part in alike:
-            twins = zip(_weights(part), _weights(alike[part]), strict=True)
-            prefix = "" if all(path == twin for (path, _), (twin, _) in twins) else ", but for a prefix"
-            detail += f"; like {alike[part].root.address or WHOLE}{prefix}"
-        below = outline(part, (lines or room) // len(outlined), depth) if part in with_outline else None
-        rows.append(OverviewRow(part, name, part.bytes if part.rows else None, detail, below))
+        if part in originals:
+            pairs = zip(_weights(part), _weights(originals[part]), strict=True)
+            prefix = "" if all(path == twin for (path, _), (twin, _) in pairs) else ", but for a prefix"
+            detail += f"; like {originals[part].root.address or WHOLE}{prefix}"
+        branch = outline(part, (lines or room) // len(outlined), depth) if part in with_outline else None
+        rows.append(OverviewRow(part, name, part.bytes if part.rows else None, detail, branch))
     return rows, len(divided) - len(shown)
 
 
 def like_others(divided: Sequence[PartSummary]) -> dict[PartSummary, PartSummary]:
-    """Sets of weights with the names, types and shapes of an earlier one (wrappers aside), as an EMA has: to that."""
+    """Sets of weights -> the earlier one whose names, types and shapes they have (wrappers aside), as an EMA does."""
     models = [part for part in divided if part.root.is_model]
-    alike: dict[PartSummary, PartSummary] = {}
-    first: dict[tuple[object, ...], PartSummary] = {}
+    originals: dict[PartSummary, PartSummary] = {}
+    by_shapes: dict[tuple[object, ...], PartSummary] = {}
     for part in models if len(models) > 1 else ():
         shapes = tuple(
             (without_wrappers(path[0]) if isinstance(path[0], str) else path[0], tensor.dtype, tensor.shape)
             for path, tensor in _weights(part)
         )
-        if (found := first.setdefault(shapes, part)) is not part:
-            alike[part] = found
-    return alike
+        if (original := by_shapes.setdefault(shapes, part)) is not part:
+            originals[part] = original
+    return originals
 
 
 def _weights(part: PartSummary) -> Iterator[tuple[Path, Tensor]]:
@@ -304,7 +304,7 @@ class MemoryNeeds:
     partial: bool
 
     def __str__(self) -> str:
-        """`11.7M parameters: 44.6 MB f32 + 40 B i64; …`: what is known of it, in one line; empty where nothing is."""
+        """`11.7M parameters: 44.6 MB f32 + 40 B i64; …`: what is known, in one line; empty where nothing is."""
         facts = []
         if self.sets:
             counts = "weights" if self.parameters is None else counted(self.parameters, "parameter", shown=short)
@@ -327,22 +327,22 @@ def memory_needs(listing: Listing) -> MemoryNeeds:
     optimizer = sum(part.bytes for part in listing.parts if part.root.kind == OPTIMIZER)
     share = optimizer / (sum(part.bytes for part in listing.parts) or 1)
     dtypes, parameters, frozen = Counter[DType | None](), Counter[DType](), Counter[DType]()  # bytes
-    storages, known = dict[int, int](), bool(weights)
-    several, seen = len(weights) > 1, set[tuple[object, ...]]()
+    storages, is_known = dict[int, int](), bool(weights)
+    several, views = len(weights) > 1, set[tuple[object, ...]]()
     for part in weights:
         pairs = tensors(part.root.module) if part.root.module is not None else [(r.path, r.tensor) for r in part.rows]
         entries = [tensor for _, tensor in pairs if isinstance(tensor, TensorEntry)]
-        # What is a parameter the file tells in modules, and in state dicts that kept their parameters.
-        flags = {each.view: each.flags for each in entries} if any(each.flags.parameter for each in entries) else {}
+        # Modules say which tensors are parameters, and so do state dicts that kept their parameters.
+        flags = {item.view: item.flags for item in entries} if any(item.flags.parameter for item in entries) else {}
         for index, row in enumerate(part.rows):
             tensor, nbytes = row.tensor, part.sizes[index]
-            if index in part.tied or (several and tensor.view in seen):
+            if index in part.tied or (several and tensor.view in views):
                 continue
             if several:
-                seen.add(tensor.view)
+                views.add(tensor.view)
             dtypes[tensor.dtype] += nbytes
             if not isinstance(tensor, TensorEntry):
-                known = False  # its parts may be anything: codes, indices
+                is_known = False  # its parts may be anything: codes, indices
                 storages[id(tensor)] = nbytes
                 continue
             storages[id(tensor.storage)] = tensor.storage.data.length
@@ -353,10 +353,10 @@ def memory_needs(listing: Listing) -> MemoryNeeds:
                 parameters[tensor.dtype] += nbytes
     to_load = sum(storages.values()) if weights else None
     codes = {note.code for note in listing.notes}
-    known = known and codes.isdisjoint(_UNKNOWN)
+    is_known = is_known and codes.isdisjoint(_UNKNOWN)
     trained = parameters - frozen
-    to_train = None if not known or _ADAPTER in codes or to_load is None else to_load + ADAM * trained.total()
+    to_train = None if not is_known or _ADAPTER in codes or to_load is None else to_load + ADAM * trained.total()
     kinds = {dtype.name if dtype else "unknown": nbytes for dtype, nbytes in dtypes.most_common() if nbytes}
-    count = sum(nbytes // dtype.itemsize for dtype, nbytes in parameters.items()) if known else None
+    count = sum(nbytes // dtype.itemsize for dtype, nbytes in parameters.items()) if is_known else None
     types, is_part = tuple(dtype.name for dtype, _ in trained.most_common()), listing.part is not None
     return MemoryNeeds(count, len(weights), kinds, average, optimizer, share, to_load, to_train, types, is_part)

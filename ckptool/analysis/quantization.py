@@ -23,57 +23,57 @@ def quantized_in(checkpoint: Checkpoint, node: Mapping[Any, Any]) -> Quantized:
 
 
 def refuse_quantized(
-    checkpoint: Checkpoint, nodes: Sequence[Mapping[Any, Any]], done: str, keys: Collection[Any] | None = None
+    checkpoint: Checkpoint, nodes: Sequence[Mapping[Any, Any]], action: str, keys: Collection[Any] | None = None
 ) -> None:
-    """Raises `Unsupported` for state dicts with quantized weights. done: to what they would be wrong, `Cast`.
-    keys: those that this is done to; parts of a weight, or any where they are not understood. None for all."""
+    """Raises `Unsupported` for state dicts with quantized weights. action: what would make them wrong, `Cast`.
+    keys: those that it is done to, None for all; only parts of a weight are refused, or any of an unknown scheme."""
     for node in nodes:
-        found = quantized_in(checkpoint, node)
-        parts = {key for weight in found.weights for key in weight.keys}
-        if found and (keys is None or (keys and found.problems) or not parts.isdisjoint(keys)):
-            raise _refusal(checkpoint, found, done)
+        quant = quantized_in(checkpoint, node)
+        parts = {key for weight in quant.weights for key in weight.keys}
+        if quant and (keys is None or (keys and quant.problems) or not parts.isdisjoint(keys)):
+            raise _refusal(checkpoint, quant, action)
 
 
 def refuse_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], report: LoadReport) -> None:
-    """Raises `Unsupported` where not all parts of a quantized weight are loaded as they are: codes without scales."""
-    found = quantized_in(checkpoint, node)
-    if not found:
+    """Raises `Unsupported` unless all parts of a quantized weight are loaded as they are: codes need their scales."""
+    quant = quantized_in(checkpoint, node)
+    if not quant:
         return
     tensors = {key: value.view for key, value in node.items() if isinstance(value, (TensorEntry, Composite))}
     from ckptool.analysis.warm_start import AS_IT_IS  # which no other of these needs
 
     views = {tensors[fact.source] for fact in report.loaded if fact.how == AS_IT_IS}
-    taken = {key for key, view in tensors.items() if view in views}
-    left = {fact.source for fact in report.unexpected} | {fact.source for fact in report.mismatched}
-    apart = any(0 < sum(key in taken for key in weight.keys) < len(weight.keys) for weight in found.weights)
-    without = any(key in left for weight in found.weights for key in weight.keys)
-    unknown = bool(found.problems) and len(taken) < len(tensors)
-    if apart or without or unknown:
-        raise _refusal(checkpoint, found, "Loaded")
+    loaded = {key for key, view in tensors.items() if view in views}
+    unloaded = {fact.source for fact in report.unexpected} | {fact.source for fact in report.mismatched}
+    is_split = any(0 < sum(key in loaded for key in weight.keys) < len(weight.keys) for weight in quant.weights)
+    without = any(key in unloaded for weight in quant.weights for key in weight.keys)
+    unknown = bool(quant.problems) and len(loaded) < len(tensors)
+    if is_split or without or unknown:
+        raise _refusal(checkpoint, quant, "Loaded")
 
 
-def _refusal(checkpoint: Checkpoint, found: Quantized, done: str) -> Unsupported:
+def _refusal(checkpoint: Checkpoint, quant: Quantized, action: str) -> Unsupported:
     fix = command("cast", input_of(checkpoint.source), dtype="bf16", dequantize=True, out=_out(checkpoint))
-    what = f"{checkpoint.source or 'the checkpoint'} is quantized: {listed([*found.lines(), *found.problems], 3)}"
-    why = f"{done} without their scales, its codes would be wrong weights. Nothing was written."
-    return Unsupported(what, why, "" if found.problems else f"Compute the weights: {fix}")
+    what = f"{checkpoint.source or 'the checkpoint'} is quantized: {listed([*quant.lines(), *quant.problems], 3)}"
+    why = f"{action} without their scales, its codes would be wrong weights. Nothing was written."
+    return Unsupported(what, why, "" if quant.problems else f"Compute the weights: {fix}")
 
 
 def quantized_notes(checkpoint: Checkpoint, roots: Sequence[StateDict]) -> Iterator[Note]:
-    """The formats of quantized weights, and what of them is not known."""
+    """The formats of quantized weights, and what is not known of them."""
     for root in roots:
         if not root.is_model or not may_be_quantized(root.node):
             continue
-        found = quantized_in(checkpoint, root.node)
-        if found.weights:
+        quant = quantized_in(checkpoint, root.node)
+        if quant.weights:
             fix = command("cast", FILE, dtype="bf16", dequantize=True, out=_out(checkpoint))
-            facts = [weight.facts for weight in found.weights if "forms" in weight.facts]
+            facts = [weight.facts for weight in quant.weights if "forms" in weight.facts]
             # With zero points that are not all the same, only the configuration says what they stand for.
-            unsettled = any(not each["forms"] and each["symmetric"] is not True for each in facts)
+            unsettled = any(not fact["forms"] and fact["symmetric"] is not True for fact in facts)
             need = ["config.json says how their zero points are stored, and has to be beside it"] * unsettled
-            yield Note("quantized", "; ".join([*found.lines(), *need]), () if found.problems or need else fix)
-        if found.problems:
-            yield Note("quantized-unknown", listed(found.problems, 4))
+            yield Note("quantized", "; ".join([*quant.lines(), *need]), () if quant.problems or need else fix)
+        if quant.problems:
+            yield Note("quantized-unknown", listed(quant.problems, 4))
 
 
 def _out(checkpoint: Checkpoint) -> Slot:

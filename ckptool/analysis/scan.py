@@ -117,8 +117,8 @@ class ScannedFile:
             members = [f"{self.members:,} of {counted(self.members, 'member')}"] if self.members else []
             about = ", ".join((*([self.part.label] if self.part else members), *self.holds, *self.notes))
         else:  # without its name, which stands at the beginning of the row
-            own = printable(self.path)
-            about = self.problem[len(own) :].lstrip(": ") if self.problem.startswith(own) else self.problem
+            path = printable(self.path)
+            about = self.problem[len(path) :].lstrip(": ") if self.problem.startswith(path) else self.problem
         progress = ("" if number is None else f"{number:,}" for number in (self.step, self.epoch))
         cells = (name, self.state, *progress, size(self.bytes), age(time.time() - self.modified), about)
         return tuple(map(red, cells)) if self.is_wrong else cells
@@ -216,7 +216,7 @@ class Scan(Report):
         yield ""
         if len(self.files) > 1:
             states = Counter(file.state for file in self.files)
-            facts = ", ".join(f"{states[state]:,} {state}" for state in sorted(states, key=lambda each: each != GOOD))
+            facts = ", ".join(f"{states[state]:,} {state}" for state in sorted(states, key=lambda state: state != GOOD))
             nbytes = size(sum(file.bytes for file in self.files))
             yield bold(f"{counted(len(self.files), 'file')}, {nbytes}: {facts}")
             wrong = [f"{self._relative(file)} ({file.state})" for file in self.files if file.is_wrong]
@@ -226,13 +226,13 @@ class Scan(Report):
             yield dim(f"good: tables and structure are whole; {data}")
         for what, is_custom in (("would run unknown code", False), ("needs classes of its own", True)):
             calls = [(file, [call for call in file.calls if call.is_custom is is_custom]) for file in self.files]
-            if any(some for _, some in calls):
+            if any(file_calls for _, file_calls in calls):
                 yield ""
-                first = next(file.path for file, some in calls if some)
+                first = next(file.path for file, file_calls in calls if file_calls)
                 yield yellow(what), f" when loaded with pickle; details: {command('scan', first)}"
-                for file, some in calls:
-                    names = [call.name_in_folder if folder_at(file.path) else call.name for call in some]
-                    yield f"  {self._relative(file)}: {listed(names, 4)}" if some else None
+                for file, file_calls in calls:
+                    names = [call.name_in_folder if folder_at(file.path) else call.name for call in file_calls]
+                    yield f"  {self._relative(file)}: {listed(names, 4)}" if file_calls else None
 
     def _relative(self, file: ScannedFile) -> str:
         return os.path.relpath(file.path, self.path)
@@ -247,8 +247,8 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
     if not folder_at(name):
         row = _row(full, name)
         return Scan(name, False, 0, row if row.is_good else None, "", full, latest_only, (row,))
-    every = list(_files(name))
-    files = {file: is_named for file, is_named in every if is_named is not None}
+    entries = list(_files(name))
+    files = {file: is_named for file, is_named in entries if is_named is not None}
     rows = []
     nbytes = (lambda file: size_at(file)[0]) if full else (lambda _: 1)
     with closing(in_turn(partial(_row, full), list(files), jobs, nbytes)) as tasks:
@@ -269,12 +269,12 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
     # times. Of two of the same step, the one that holds more: kinds of contents and members, then bytes.
     good = [row for row in rows if row.is_good and files[row.path]]
     good = [row for row in good if row.is_model] or good  # rather than an optimizer or a data loader by itself
-    known = (by for by in ("step", "epoch") if all(getattr(row, by) is not None for row in good))
-    by, latest = next(known, "time") if good else "", max(good, key=lambda row: row.modified, default=None)
+    orders = (by for by in ("step", "epoch") if all(getattr(row, by) is not None for row in good))
+    by, latest = next(orders, "time") if good else "", max(good, key=lambda row: row.modified, default=None)
     if by in ("step", "epoch"):
         latest = max(good, key=lambda row: (getattr(row, by), len(row.holds) + row.members, row.bytes, row.modified))
     shown = ((latest,) if latest else ()) if latest_only else tuple(rows)
-    return Scan(name, True, len(every) - len(rows), latest, by, full, latest_only, shown)
+    return Scan(name, True, len(entries) - len(rows), latest, by, full, latest_only, shown)
 
 
 def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
@@ -283,45 +283,45 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
     count = 0
     stack = [folder]
     while stack:
-        here = stack.pop()
+        current = stack.pop()
         try:
-            inside = entries_of(here)
+            entries = entries_of(current)
         except CkptoolError:
-            if here == folder:
+            if current == folder:
                 raise
             continue
-        count += len(inside)
+        count += len(entries)
         if count > MAX_FILES:
             raise UsageError(f"{folder} holds more than {MAX_FILES:,} files", "Name a folder below it.")
         # The checkpoints of this folder (as a rule the folder itself), and the names in it that belong to them.
         claimed = set[str]()
-        if _is_checkpoint(here) and not megatron.is_run(at := Folder(here)):  # each iteration of a run is one
-            candidates = sharded.candidates(at)
-            claimed = sharded.belonging(at) | members.claimed(at) | deepspeed.belonging(at)
-            claimed -= deepspeed.other_tags(at)
-            claimed |= torch_checkpointing.belonging(at)
-            left = {*at.names} - claimed
-            others = any(name.lower().endswith((".pt", ".pth", ".ckpt", ".safetensors")) for name in left)
-            alone = (here == folder or others) and len(claimed) == 1  # a file among others
-            apart = len(candidates) > 1 or (alone and candidates)
-            yield from ((os.path.join(here, name), True) for name in candidates) if apart else [(here, True)]
-        below: list[str] = []
-        for name, is_folder, is_file in inside:
-            place = os.path.join(here, name)
+        if _is_checkpoint(current) and not megatron.is_run(source := Folder(current)):  # each iteration of a run is one
+            candidates = sharded.candidates(source)
+            claimed = sharded.belonging(source) | members.claimed(source) | deepspeed.belonging(source)
+            claimed -= deepspeed.other_tags(source)
+            claimed |= torch_checkpointing.belonging(source)
+            unclaimed = {*source.names} - claimed
+            has_others = any(name.lower().endswith((".pt", ".pth", ".ckpt", ".safetensors")) for name in unclaimed)
+            is_single = (current == folder or has_others) and len(claimed) == 1  # a file among others
+            separate = len(candidates) > 1 or (is_single and candidates)
+            yield from ((os.path.join(current, name), True) for name in candidates) if separate else [(current, True)]
+        subfolders: list[str] = []
+        for name, is_folder, is_file in entries:
+            path = os.path.join(current, name)
             if name in claimed:
                 continue
             if is_folder:
-                if not name.startswith(".") or _is_checkpoint(place):
-                    below.append(place)
+                if not name.startswith(".") or _is_checkpoint(path):
+                    subfolders.append(path)
             elif is_file:
                 suffix = os.path.splitext(name)[1].lower()
                 by_name = suffix in SUFFIXES and name not in _BESIDE and not name.startswith(".")
                 is_named: bool | None = by_name or None
                 with suppress(CkptoolError):
-                    if not by_name and is_pickled(Source(place)):
+                    if not by_name and is_pickled(Source(path)):
                         is_named = name.endswith(ARCHIVES)
-                yield place, is_named
-        stack.extend(reversed(below))
+                yield path, is_named
+        stack.extend(reversed(subfolders))
 
 
 def _is_checkpoint(path: str) -> bool:
@@ -332,14 +332,14 @@ def _is_checkpoint(path: str) -> bool:
     except (NotACheckpoint, Unsupported):
         return False
     except CkptoolError:
-        return True  # it is one, and something is wrong with it: that is to be said
+        return True  # it is one, and something is wrong with it, which has to be reported
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
 def _row(full: bool, path: str) -> ScannedFile:
-    """The row of a checkpoint, with what a file beside it says of how far the training was."""
+    """The row of a checkpoint, with the step that its metadata or a file beside it states."""
     checkpoint = formats.read(path)
     contents = listing(checkpoint)
     if full:
@@ -358,27 +358,27 @@ def _row(full: bool, path: str) -> ScannedFile:
         notes = [*marks.recovered_notes(checkpoint.metadata), *(n for n in contents.notes if n.code == UNSAFE)]
         state, problem = (notes[0].code, notes[0].message) if notes else (GOOD, "")
     nbytes, modified = size_at(path)
-    beside = {key: value for key, value in checkpoint.metadata.items() if key == "step"}
+    step_facts = {key: value for key, value in checkpoint.metadata.items() if key == "step"}
     count = 0
     if folder_at(path):
         layout = members.members_of(checkpoint, Folder(path))
         count = layout.count if layout is not None else 0
-        beside |= members.step_of(path)
+        step_facts |= members.step_of(path)
     if isinstance(checkpoint.source, Folder):
         nbytes = checkpoint.source.size
         if checkpoint.source.far:
-            modified = max((each.modified for each in checkpoint.source.files.values()), default=0.0)
-    tree = {**beside, "": checkpoint.tree} if beside else checkpoint.tree
+            modified = max((file.modified for file in checkpoint.source.files.values()), default=0.0)
+    tree = {**step_facts, "": checkpoint.tree} if step_facts else checkpoint.tree
     # Every name that is not known to be inert where it stands, the most dangerous use first.
     places: dict[tuple[str, str, str], list[str]] = {}
     counts = Counter[tuple[str, str, str]]()
     for use, place in all_uses(checkpoint):
         kind = (use.name, use.how, use.verdict)
         counts[kind] += 1
-        some = places.setdefault(kind, [])
-        if len(some) < MAX_PLACES and place not in some:
-            some.append(place)
-    calls = [Call(*kind[:2], tuple(some), counts[kind], kind[2] == CUSTOM) for kind, some in places.items()]
+        addresses = places.setdefault(kind, [])
+        if len(addresses) < MAX_PLACES and place not in addresses:
+            addresses.append(place)
+    calls = [Call(*kind[:2], tuple(addresses), counts[kind], kind[2] == CUSTOM) for kind, addresses in places.items()]
     codes = dict.fromkeys(note.code for note in contents.notes if note.code not in (UNSAFE, PART, MEMBERS))
     calls.sort(key=lambda call: (call.is_custom, (CALLED, MADE, NAMED).index(call.how)))
     facts = *_progress(tree, path), nbytes, modified, tuple(kinds_of(contents.roots)), tuple(codes), tuple(calls)
@@ -386,7 +386,7 @@ def _row(full: bool, path: str) -> ScannedFile:
 
 
 def _damaged(path: str, error: CkptoolError) -> ScannedFile:
-    """The row of a file that could not be opened, or was found wrong."""
+    """The row of a file that could not be opened, or is damaged."""
     return ScannedFile(path, error.code, error.what, None, 0, "", *_progress(None, path), *size_at(path), (), (), ())
 
 

@@ -81,11 +81,11 @@ class Target:
     @property
     def as_it_loads(self) -> Target:
         """The same under the names that `load_state_dict` of the wrapped model wants."""
-        front, tensors = self.wrapper, {}
+        prefix, tensors = self.wrapper, {}
         for name, expected in self.tensors.items():
-            tied_to = None if expected.tied_to is None else front + expected.tied_to
-            tensors[front + name] = replace(expected, name=front + name, tied_to=tied_to)
-        values = None if self.values is None else {front + name: value for name, value in self.values.items()}
+            tied_to = None if expected.tied_to is None else prefix + expected.tied_to
+            tensors[prefix + name] = replace(expected, name=prefix + name, tied_to=tied_to)
+        values = None if self.values is None else {prefix + name: value for name, value in self.values.items()}
         return replace(self, tensors=tensors, values=values, wrapper="")
 
     @property
@@ -114,9 +114,9 @@ def of_checkpoint(checkpoint: Checkpoint, name: str, at: str | None = None) -> T
 
 
 def kind_by_name(name: str, dtype: DType | None) -> str:
-    """`buffer` for what torch's own modules call so, and for what cannot have a gradient; else `parameter`."""
-    whole = dtype is not None and dtype.kind in ("int", "uint", "bool")
-    return BUFFER if whole or name.rpartition(".")[2] in _BUFFERS else PARAMETER
+    """`buffer` for the names of buffers in torch's own modules, and for what has no gradient; else `parameter`."""
+    is_integer = dtype is not None and dtype.kind in ("int", "uint", "bool")
+    return BUFFER if is_integer or name.rpartition(".")[2] in _BUFFERS else PARAMETER
 
 
 def tie_groups(tensors: Iterable[Expected]) -> dict[str, list[str]]:
@@ -135,44 +135,44 @@ def is_spec(raw: bytes) -> bool:
 def of_spec(raw: bytes, name: str) -> Target:
     """The target that a spec describes. name: the file, for messages.
     Raises `Unsupported` for a spec of another version, `Corrupt` for one that contradicts itself."""
-    odd = "It is not what ckptool spec writes."
-    again = command("spec", Slot("TARGET"), out=FILE)
+    meaning = "It is not what ckptool spec writes."
+    remake = command("spec", Slot("TARGET"), out=FILE)
     try:
         facts = parse_object(raw, name)
     except Corrupt as error:
-        raise Corrupt(error.what, error.why, f"Make it again: {again}") from None
+        raise Corrupt(error.what, error.why, f"Make it again: {remake}") from None
     if (schema := facts.get("schema")) != SPEC_SCHEMA + SPEC_VERSION:
         what = f"{name} is a spec of another version: {str(schema)[:60]}"
         why = f"This ckptool reads {SPEC_SCHEMA}{SPEC_VERSION}."
-        raise Unsupported(what, why, f"Make it again with this version: {again}")
-    for key in ("tensors", "ties"):
-        if not isinstance(facts.get(key), list):
-            raise Corrupt(f"{name} has no list of {key}", odd)
+        raise Unsupported(what, why, f"Make it again with this version: {remake}")
+    for section in ("tensors", "ties"):
+        if not isinstance(facts.get(section), list):
+            raise Corrupt(f"{name} has no list of {section}", meaning)
     tensors: dict[str, Expected] = {}
     for number, fact in enumerate(facts["tensors"]):
         if not isinstance(fact, dict) or type(fact.get("name")) is not str:
-            raise Corrupt(f"{name}: tensor {number} has no name", odd)
-        called, where = fact["name"], f"{name}: tensor {number} ({fact['name'][:80]})"
+            raise Corrupt(f"{name}: tensor {number} has no name", meaning)
+        entry_name, where = fact["name"], f"{name}: tensor {number} ({fact['name'][:80]})"
         dtype, shape, kind = map(fact.get, ("dtype", "shape", "kind"))
         if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
             raise Corrupt(f"{where} has no shape", "A shape is a list of sizes.")
         if kind not in (PARAMETER, BUFFER):
             raise Corrupt(f"{where} is neither a parameter nor a buffer")
-        if called in tensors:
-            raise Corrupt(f"{name} has {called!r} twice", "A state dict has each name once.")
+        if entry_name in tensors:
+            raise Corrupt(f"{name} has {entry_name!r} twice", "A state dict has each name once.")
         try:
-            tensors[called] = Expected(called, by_name(dtype if type(dtype) is str else ""), tuple(shape), kind)
+            tensors[entry_name] = Expected(entry_name, by_name(dtype if type(dtype) is str else ""), tuple(shape), kind)
         except KeyError:
             raise Corrupt(f"{where} has the unknown dtype {str(dtype)[:40]!r}") from None
     for names in facts["ties"]:
-        known = isinstance(names, list) and all(type(each) is str and each in tensors for each in names)
-        if not known or len(names) < 2:
-            raise Corrupt(f"{name} ties names that it does not have", odd)
+        are_known = isinstance(names, list) and all(type(text) is str and text in tensors for text in names)
+        if not are_known or len(names) < 2:
+            raise Corrupt(f"{name} ties names that it does not have", meaning)
         first = tensors[names[0]]
         for tied in names[1:]:
             other = tensors[tied]
-            alike = (other.dtype, other.shape) == (first.dtype, first.shape)
-            if not alike or other.tied_to or first.tied_to or tied == first.name:
+            agrees = (other.dtype, other.shape) == (first.dtype, first.shape)
+            if not agrees or other.tied_to or first.tied_to or tied == first.name:
                 raise Corrupt(f"{name}: {tied} cannot be the same tensor as {first.name}")
             tensors[tied] = replace(other, tied_to=first.name)
     return Target(name, SPEC, tensors, kinds_known=facts.get("kinds") == STATED)
@@ -220,9 +220,9 @@ def accepted(
     return renamed, supplied, dropped
 
 
-def also_newer(extra: Collection[str], theirs: Collection[str], metadata: Any) -> list[str]:
-    """Names that only the model of today has beside a checkpoint of it: counters of older BatchNorms."""
-    counters = [name for name in extra if name.rpartition(".")[2] == COUNTER and _mean_beside(name) in theirs]
+def also_newer(extra: Collection[str], target_names: Collection[str], metadata: Any) -> list[str]:
+    """Names that a checkpoint of the model lacks because it is older: the counters of BatchNorms."""
+    counters = [name for name in extra if name.rpartition(".")[2] == COUNTER and _mean_beside(name) in target_names]
     return [name for name in counters if _version(metadata, _mean_beside(name)) < 2]
 
 

@@ -60,18 +60,18 @@ class TensorPicture:
 
 def statistics(entry: TensorEntry) -> Statistics:
     """Reads the tensor once, in chunks, and returns its statistics. Raises `Unsupported` for packed types."""
-    once, times = without_repeats(entry)
-    return _read(in_storage_order(once) or once, times)
+    view, times = without_repeats(entry)
+    return _read(in_storage_order(view) or view, times)
 
 
 def detail(tensors: int) -> tuple[int, int]:
     """Cells along a side of each thumbnail, and values in each histogram, for so many tensors."""
-    return next(((side, values) for most, side, values in _DETAIL if tensors <= most), (_DETAIL[-1][1], _LEAST))
+    return next(((side, values) for limit, side, values in _DETAIL if tensors <= limit), (_DETAIL[-1][1], _LEAST))
 
 
 class Values(NamedTuple):
-    """What one reading of a tensor gives.  zero_rows: those that are all zero, of a tensor of two dimensions or more;
-    None where they were not looked at."""
+    """What one pass over a tensor gives.  zero_rows: those that are all zero, of a tensor of two dimensions or more;
+    None where they were not counted."""
 
     numbers: Statistics
     picture: TensorPicture
@@ -81,10 +81,10 @@ class Values(NamedTuple):
 def values_of(entry: TensorEntry, side: int, sample: int) -> Values:
     """Reads a tensor once. Repetitions of an expanded one count in the statistics alone.
     side: of the thumbnail, 0 for none.  sample: values in the histogram."""
-    once, times = without_repeats(entry)
-    sketch = _Sketch(once, side, sample)
-    found = _read(once, times, sketch)
-    return Values(found, sketch.picture(found), sketch.zero_rows if once is entry and len(entry.shape) > 1 else None)
+    view, times = without_repeats(entry)
+    sketch = _Sketch(view, side, sample)
+    stats = _read(view, times, sketch)
+    return Values(stats, sketch.picture(stats), sketch.zero_rows if view is entry and len(entry.shape) > 1 else None)
 
 
 def _read(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Statistics:
@@ -103,11 +103,11 @@ def _read(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Stat
         zeros_here = int(numpy.count_nonzero(zero))
         zeros += zeros_here
         if values.dtype.kind == "c":
-            odd = numpy.isnan(values)  # of a magnitude, either part
+            is_nan = numpy.isnan(values)  # of a magnitude, either part
             values = numpy.abs(values.astype(numpy.complex128))
-            values[odd] = numpy.nan
-        finite, least, most = values, values.min(), values.max()
-        if not (numpy.isfinite(least) and numpy.isfinite(most)):
+            values[is_nan] = numpy.nan
+        finite, lowest, highest = values, values.min(), values.max()
+        if not (numpy.isfinite(lowest) and numpy.isfinite(highest)):
             finite = values[numpy.isfinite(values)]
             nans_here = int(numpy.count_nonzero(numpy.isnan(values)))
             nans += nans_here
@@ -115,16 +115,16 @@ def _read(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Stat
         if len(finite):
             shifted = scratch("f64", "f8", len(finite))
             if finite is not values:
-                least, most = finite.min(), finite.max()
-            ends = [min([*ends[:1], least.item()]), max([*ends[1:], most.item()])]
+                lowest, highest = finite.min(), finite.max()
+            ends = [min([*ends[:1], lowest.item()]), max([*ends[1:], highest.item()])]
             numpy.copyto(shifted, finite, casting="unsafe")
             if sketch is not None and finite is values:
                 sketch.add(values, zero, zeros_here, shifted)
-            here = float(shifted.mean())
-            numpy.subtract(shifted, here, out=shifted)
-            apart, share = here - mean, len(finite) / (count + len(finite))
-            squares += dot(shifted, shifted) + count * share * apart * apart
-            mean += apart * share
+            chunk_mean = float(shifted.mean())
+            numpy.subtract(shifted, chunk_mean, out=shifted)
+            delta, share = chunk_mean - mean, len(finite) / (count + len(finite))
+            squares += dot(shifted, shifted) + count * share * delta * delta
+            mean += delta * share
             count += len(finite)
         if sketch is not None and finite is not values:
             sketch.add(values, zero, zeros_here, None)
@@ -156,9 +156,9 @@ class _Sketch:
         self.tops, self.lefts = _starts(self.rows, side), _starts(self.row, side)
         self.sums, self.missing = numpy.zeros((2, len(self.tops), len(self.lefts)))
 
-    def add(self, values: Array, zero: Array, zeros: int, wide: Array | None) -> None:
+    def add(self, values: Array, zero: Array, zeros: int, doubles: Array | None) -> None:
         """Takes whole rows, or a part of one, and which of them are zero; all arrays are overwritten by the next.
-        wide: the same in f64; None where one of them is not finite."""
+        doubles: the same in f64; None where one of them is not finite."""
         import numpy
 
         count, (top, left) = len(values), divmod(self.place, self.row)
@@ -172,33 +172,33 @@ class _Sketch:
             self.zero_rows += int(zero.reshape(lines, -1).all(axis=1).sum())
         if not self.tops:
             return
-        (y, ups), (x, lefts) = _within(self.tops, top, lines), _within(self.lefts, left, count // lines)
-        blocks = slice(y, y + len(ups) - 1), slice(x, x + len(lefts) - 1)
-        if wide is None:
-            odd = ~numpy.isfinite(values)
-            self.missing[blocks] += _sums(odd.astype(numpy.float64), ups, lefts)
-            wide = numpy.where(odd, 0, values).astype(numpy.float64)
-        self.sums[blocks] += _sums(wide, ups, lefts)
+        (y, tops), (x, lefts) = _within(self.tops, top, lines), _within(self.lefts, left, count // lines)
+        blocks = slice(y, y + len(tops) - 1), slice(x, x + len(lefts) - 1)
+        if doubles is None:
+            not_finite = ~numpy.isfinite(values)
+            self.missing[blocks] += _sums(not_finite.astype(numpy.float64), tops, lefts)
+            doubles = numpy.where(not_finite, 0, values).astype(numpy.float64)
+        self.sums[blocks] += _sums(doubles, tops, lefts)
 
-    def picture(self, found: Statistics) -> TensorPicture:
+    def picture(self, statistics: Statistics) -> TensorPicture:
         """The picture; the bins of its histogram are between the least and the greatest value of all."""
         import numpy
 
         values = numpy.concatenate(self.sample)
         values.sort()  # NaN last
-        if found.nans or found.infs:
+        if statistics.nans or statistics.infs:
             values = values[numpy.isfinite(values)]
         count = len(values)
-        if not count or found.min is None or found.max is None:
+        if not count or statistics.min is None or statistics.max is None:
             return TensorPicture((0,) * BINS, 0, (), ())
         shares = numpy.arange(1, BINS) / BINS
         below = [count] * (BINS - 1)
-        if found.min < found.max:
-            below = values.searchsorted(found.min * (1 - shares) + found.max * shares).tolist()
+        if statistics.min < statistics.max:
+            below = values.searchsorted(statistics.min * (1 - shares) + statistics.max * shares).tolist()
         counts = tuple(stop - start for start, stop in pairwise([0, *below, count]))
         places = numpy.multiply(QUANTILES, count - 1)
-        low, part = places.astype(int), places % 1
-        quantiles = values[low] * (1 - part) + values[numpy.minimum(low + 1, count - 1)] * part
+        low, fraction = places.astype(int), places % 1
+        quantiles = values[low] * (1 - fraction) + values[numpy.minimum(low + 1, count - 1)] * fraction
         if not self.tops:
             return TensorPicture(counts, count, tuple(quantiles.tolist()), ())
         with numpy.errstate(all="ignore"):
@@ -219,20 +219,20 @@ def _within(starts: list[int], first: int, count: int) -> tuple[int, list[int]]:
     return number, [0, *(start - first for start in starts[number + 1 : bisect_left(starts, first + count)]), count]
 
 
-def _sums(values: Array, ups: list[int], lefts: list[int]) -> Array:
+def _sums(values: Array, tops: list[int], lefts: list[int]) -> Array:
     """The sums of the blocks between these rows and these columns."""
     import numpy
 
-    lines = values.reshape(ups[-1], -1)
-    if len(ups) <= len(lines):  # by far the most additions: along the rows, which is quick
-        lines = numpy.array([numpy.add.reduce(lines[start:stop], axis=0) for start, stop in pairwise(ups)])
+    lines = values.reshape(tops[-1], -1)
+    if len(tops) <= len(lines):  # by far the most additions: along the rows, which is quick
+        lines = numpy.array([numpy.add.reduce(lines[start:stop], axis=0) for start, stop in pairwise(tops)])
     return numpy.add.reduceat(lines, lefts[:-1], axis=1)
 
 
-def _areas(ups: list[int], lefts: list[int]) -> Array:
+def _areas(tops: list[int], lefts: list[int]) -> Array:
     import numpy
 
-    return numpy.outer(numpy.diff(ups), numpy.diff(lefts))
+    return numpy.outer(numpy.diff(tops), numpy.diff(lefts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,8 +355,8 @@ class _Comparison:
         if top >= self.max_rounded and top > 0:
             # Rounding to f32 keeps the order, so the largest difference is one of those that share the top.
             self.max_rounded = top
-            chosen = (distance == top).nonzero()[0]
-            self.max_abs = max(self.max_abs, float(abs(x[chosen].astype("f8") - y[chosen].astype("f8")).max()))
+            at_top = (distance == top).nonzero()[0]
+            self.max_abs = max(self.max_abs, float(abs(x[at_top].astype("f8") - y[at_top].astype("f8")).max()))
         exact = abs(x.astype("f8") - y.astype("f8")) if self.within and top > 0 else None
         self._add_finite(x, y, distance, exact)
         return True
@@ -365,8 +365,8 @@ class _Comparison:
         """Adds f64 or complex values, and f32 ones that are not all finite."""
         import numpy
 
-        wide = numpy.complex128 if numpy.iscomplexobj(x) else numpy.float64
-        x, y = x.astype(wide, copy=False), y.astype(wide, copy=False)
+        dtype = numpy.complex128 if numpy.iscomplexobj(x) else numpy.float64
+        x, y = x.astype(dtype, copy=False), y.astype(dtype, copy=False)
         distance = abs(x - y)
         if not isfinite(distance.max()):
             finite = numpy.isfinite(x) & numpy.isfinite(y)
@@ -379,13 +379,13 @@ class _Comparison:
             self._add_finite(x, y, distance, distance)
 
     def _add_finite(self, x: Array, y: Array, distance: Array, exact: Array | None) -> None:
-        """Adds to the cosine and to the relative differences, and asks whether the exact distances are within the
-        tolerance. Overwrites `x` and, if they are real, `y`."""
+        """Adds to the cosine and to the relative differences, and checks the exact distances against the tolerance.
+        Overwrites `x` and, if they are real, `y`."""
         import numpy
 
         if exact is not None and self.within:
-            wide = y.astype("f8") if y.dtype == numpy.float32 else y
-            self.within = bool((exact <= self.atol + self.rtol * abs(wide)).all())
+            doubles = y.astype("f8") if y.dtype == numpy.float32 else y
+            self.within = bool((exact <= self.atol + self.rtol * abs(doubles)).all())
         self.finite += len(x)
         ab, aa, bb = _products(x, y)
         self.ab += ab
@@ -432,7 +432,7 @@ def _same_values(x: Array, y: Array) -> Array:
 
 
 def _integer_distance(x: Array, y: Array) -> tuple[Array, Array, Array]:
-    """|x - y| of integers, exact and never wrapped, and both in the type that it was computed in."""
+    """|x - y| of integers, exact, without wrapping around; and both in the type that it was computed in."""
     import numpy
 
     common = numpy.result_type(x, y, numpy.int8)
@@ -456,6 +456,6 @@ def _products(x: Array, y: Array) -> tuple[float, float, float]:
         ab, aa, bb = dot(x, y), dot(x, x), dot(y, y)
         if 1e-25 < aa < inf and 1e-25 < bb < inf:
             return ab, aa, bb
-    wide = numpy.complex128 if x.dtype.kind == "c" else numpy.float64
-    x, y = x.astype(wide, copy=False).view(numpy.float64), y.astype(wide, copy=False).view(numpy.float64)
+    dtype = numpy.complex128 if x.dtype.kind == "c" else numpy.float64
+    x, y = x.astype(dtype, copy=False).view(numpy.float64), y.astype(dtype, copy=False).view(numpy.float64)
     return dot(x, y), dot(x, x), dot(y, y)

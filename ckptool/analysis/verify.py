@@ -58,7 +58,7 @@ _EXPONENTS = {"f64": _F64, "c128": _F64, "f32": _F32, "c64": _F32, "f16": _F16, 
 
 BLOCK = 4 << 20  # bytes that are read at once
 SHOWN = 20  # of a kind
-# What the damage of a file looks like when it is opened; anything else is a file that cannot be read at all.
+# The errors by which opening a file shows damage; any other means that it cannot be read at all.
 _DAMAGE = (Truncated, Corrupt, Ambiguous)
 _WORDS = {"recovered-file": "recovered, not intact", "part": "incomplete"}  # of the only kind of problem
 # Notes on whether a file is whole.
@@ -195,7 +195,7 @@ class Verification(Report):
             yield bold(f"{self.digest.root}  {self.digest.at or WHOLE}")
             shapes = ("" if tensor.shape is None else str(list(tensor.shape)) for tensor in self.digest.tensors)
             pairs = zip(self.digest.tensors, shapes, strict=True)
-            yield Table([(each.sha256, each.dtype, shape, each.name()) for each, shape in pairs], indent=0)
+            yield Table([(tensor.sha256, tensor.dtype, shape, tensor.name()) for tensor, shape in pairs], indent=0)
         yield from (("  ", cyan(" ".join(map(quoted, fix)))) for fix in self.fixes)
         yield from self.notes
 
@@ -220,18 +220,18 @@ def problem_lines(problems: Iterable[Problem]) -> Told:
 
 
 def verified(
-    given: Input | Checkpoint, at: str | None = None, *, finite: bool = False, jobs: Jobs = 1
+    input: Input | Checkpoint, at: str | None = None, *, finite: bool = False, jobs: Jobs = 1
 ) -> tuple[Verification, Checkpoint | None]:
-    """All that is wrong with a file or folder, or what is open already; and the checkpoint, if it could be opened.
+    """All that is wrong with a file, a folder or an open checkpoint; and the checkpoint, if it could be opened.
     at, finite, jobs: see the verb."""
     jobs = checked_jobs(jobs)
     try:
-        checkpoint = given if isinstance(given, Checkpoint) else formats.read_source(given)
+        checkpoint = input if isinstance(input, Checkpoint) else formats.read_source(input)
     except _DAMAGE as error:
-        if isinstance(given, Checkpoint) or (isinstance(given, Folder) and len(sharded.checkpoints_in(given)) > 1):
+        if isinstance(input, Checkpoint) or (isinstance(input, Folder) and len(sharded.checkpoints_in(input)) > 1):
             raise  # none of them was looked at, so none is called damaged
-        return _damaged(given, error), None
-    source = checkpoint.source if isinstance(given, Checkpoint) else given
+        return _damaged(input, error), None
+    source = checkpoint.source if isinstance(input, Checkpoint) else input
     part = checkpoint if at is None else part_of(checkpoint, at)
     report = _checked(source, part, jobs)
     if isinstance(source, Folder) and not part.base:
@@ -248,18 +248,18 @@ def _checked(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Ve
     folder = source if isinstance(source, Folder) and not checkpoint.base else None
     layout = members.members_of(checkpoint, folder) if folder is not None else None
     names = layout.names if layout is not None else ()
-    elsewhere = {name.partition("/")[0] for name in names}
-    problems, extent, checked, nbytes = _without_members(checkpoint, elsewhere)
+    excluded = {name.partition("/")[0] for name in names}
+    problems, extent, checked, nbytes = _without_members(checkpoint, excluded)
     # A file that was recovered is not what was once written, whatever its checksums say.
-    said = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
+    recovered = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
     for note in marks.recovered_notes(checkpoint.metadata):
-        why, places = "It is not the file that was written.", (*said["filled"], *said["lost"])
+        why, places = "It is not the file that was written.", (*recovered["filled"], *recovered["lost"])
         problems.append(Problem(note.code, note.message, why, tensors=places))
     count = sum(1 for _ in storages(checkpoint.tree))
     extents = {extent} if count else set()
     files = len(checkpoint.source.files) if isinstance(checkpoint.source, Folder) else 1
     if folder is not None:
-        own = {name.partition("/")[0] for name in folder.files}
+        top_names = {name.partition("/")[0] for name in folder.files}
         with closing(in_turn(partial(_member, folder), names, jobs)) as tasks:
             for name, task in zip(names, tasks, strict=True):
                 try:
@@ -271,7 +271,7 @@ def _checked(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Ve
                 checked, nbytes = checked + member.checked, nbytes + member.checked_bytes
                 if member.storages:
                     extents.add(member.checksums)
-                files += 0 if name.partition("/")[0] in own else member.files
+                files += 0 if name.partition("/")[0] in top_names else member.files
     part = checkpoint.part
     if folder is not None and not problems and part and part.kind is PartKind.MEMBERS and not part.is_complete:
         what = f"{folder} has {part.label}: {part.meaning}"
@@ -298,8 +298,8 @@ def _checked(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Ve
     )
 
 
-def _without_members(checkpoint: Checkpoint, elsewhere: Set[str]) -> tuple[list[Problem], str, int, int]:
-    """What is wrong with the data of a checkpoint, but for the files and folders of these names; how much of it has
+def _without_members(checkpoint: Checkpoint, excluded: Set[str]) -> tuple[list[Problem], str, int, int]:
+    """What is wrong with the data of a checkpoint, except in the files and folders of these names; how much of it has
     checksums; and how many stretches were compared with theirs, and their bytes."""
     problems, seen = list[Problem](), set[int]()
     for place, storage in _storages_by_address(checkpoint.tree):
@@ -307,31 +307,31 @@ def _without_members(checkpoint: Checkpoint, elsewhere: Set[str]) -> tuple[list[
         if isinstance(data, Computed) and data.checks and id(data) not in seen:
             seen.add(id(data))
             try:  # what only reading shows: parts that several ranks saved, streams that are inflated
-                # A stream is inflated to its end before its first byte is given.
+                # A stream is inflated to its end before its first byte is returned.
                 for offset in range(0, data.length if data.inputs else 1, BLOCK):
                     data.read(offset, BLOCK if data.inputs else 1)
             except CkptoolError as error:
                 problems.append(problem_of(error, "", None, (place,)))
-    archive = archive_of(checkpoint)
-    archives = [archive] if archive is not None else []
+    main = archive_of(checkpoint)
+    archives = [main] if main is not None else []
     files = checkpoint.source.files if isinstance(checkpoint.source, Folder) else {}
-    taken = [file for name, file in files.items() if name.partition("/")[0] in elsewhere]
-    for name, file in files.items() if archive is None and not checkpoint.base else ():
-        if name.partition("/")[0] not in elsewhere and file.read(0, min(2, file.size)) == b"PK":
+    covered = [file for name, file in files.items() if name.partition("/")[0] in excluded]
+    for name, file in files.items() if main is None and not checkpoint.base else ():
+        if name.partition("/")[0] not in excluded and file.read(0, min(2, file.size)) == b"PK":
             with suppress(CkptoolError):  # .distcp files are many, end to end
                 archives.append(read_archive(file, case_matters=True))
     checked = nbytes = 0
-    for each in archives:
-        taken.append(each.source.file)
-        beside = "" if archive is not None else f"{os.path.basename(each.source.file.path)}: "
-        wrong = check_archive(each, checkpoint.tree)
-        problems += [replace(problem, record=f"{beside}{problem.record}") for problem in wrong]
-        if each.has_checksums:
-            checked += len(each.records)
-            nbytes += sum(record.size for record in each.records.values())
-    if archive is not None:
+    for archive in archives:
+        covered.append(archive.source.file)
+        prefix = "" if main is not None else f"{os.path.basename(archive.source.file.path)}: "
+        wrong = check_archive(archive, checkpoint.tree)
+        problems += [replace(problem, record=f"{prefix}{problem.record}") for problem in wrong]
+        if archive.has_checksums:
+            checked += len(archive.records)
+            nbytes += sum(record.size for record in archive.records.values())
+    if main is not None:
         return problems, ALL if checked else NONE, checked, nbytes
-    wrong, extent, count, summed = check_storages(checkpoint.tree, taken)
+    wrong, extent, count, summed = check_storages(checkpoint.tree, covered)
     return problems + wrong, extent, checked + count, nbytes + summed
 
 
@@ -391,12 +391,12 @@ def _damaged(source: Input, error: CkptoolError) -> Verification:
 
 
 def archive_of(checkpoint: Checkpoint) -> Archive | None:
-    """The zip that a checkpoint's file is, with the records of the tree; None for a part of it."""
+    """The zip archive of a checkpoint's file, with the records of the tree; None for a part of it."""
     source = checkpoint.source
     if checkpoint.base or not isinstance(source, Source) or source.read(0, min(2, source.size)) != b"PK":
         return None
-    known = getattr(checkpoint.origin, "archive", None)
-    return known if isinstance(known, Archive) else read_archive(source, case_matters=True)
+    archive = getattr(checkpoint.origin, "archive", None)
+    return archive if isinstance(archive, Archive) else read_archive(source, case_matters=True)
 
 
 def header_damage(checkpoint: Checkpoint) -> tuple[CkptoolError, bool] | None:
@@ -435,7 +435,7 @@ def check_archive(archive: Archive, tree: Any) -> list[Problem]:
     records, file, start = archive.by_offset(), archive.source.file, archive.source.start
     unconfirmed: dict[int, CkptoolError] = {}
 
-    def confirm(record: Record) -> None:
+    def check(record: Record) -> None:
         try:
             record.confirm()
         except CkptoolError as error:
@@ -443,22 +443,22 @@ def check_archive(archive: Archive, tree: Any) -> list[Problem]:
 
     # Data is where the directory has it, whatever its header says.
     stretches = [
-        each.data if each.method else FileRange(file, start + each.data_at, each.stored, partial(confirm, each))
-        for each in records
+        record.data if record.method else FileRange(file, start + record.data_at, record.stored, partial(check, record))
+        for record in records
     ]
     sums = checksums(stretches) if archive.has_checksums else [record.crc for record in records]
     for record in records:
-        confirm(record)
-    whole = not unconfirmed and all(total == record.crc for record, total in zip(records, sums, strict=True))
+        check(record)
+    is_intact = not unconfirmed and all(total == record.crc for record, total in zip(records, sums, strict=True))
     owners: dict[int, list[str]] = defaultdict(list)  # the addresses of the tensors in each record, by its id
     by_data = {id(record.data): id(record) for record in records if record.is_used}
     starts = [start + record.data_at for record in records]
-    for place, storage in _storages_by_address(tree) if not whole else ():  # a walk past every name
+    for place, storage in _storages_by_address(tree) if not is_intact else ():  # a walk past every name
         data = storage.data
         owner = by_data.get(id(data))
         if owner is None and isinstance(data, FileRange) and data.file is file:
-            at = bisect_right(starts, data.offset) - 1
-            owner = id(records[at]) if at >= 0 else None
+            index = bisect_right(starts, data.offset) - 1
+            owner = id(records[index]) if index >= 0 else None
         if owner is not None:
             owners[owner].append(place)
     problems: list[Problem] = []
@@ -491,33 +491,33 @@ def _storages_by_address(tree: Any) -> Iterator[tuple[str, Storage]]:
 
 def _below(storage: Storage) -> Iterator[Storage]:
     """A storage, those that it is computed from, and those with the same values by other ranks."""
-    for each in storage.below():
-        yield each
-        for replica in each.replicas:
+    for part in storage.below():
+        yield part
+        for replica in part.replicas:
             yield from replica.below()
 
 
-def check_storages(tree: Any, but: Iterable[Source] = ()) -> tuple[list[Problem], str, int, int]:
+def check_storages(tree: Any, covered: Iterable[Source] = ()) -> tuple[list[Problem], str, int, int]:
     """The storages of a tree with checksums of their own: problems, whether all, some or none of the data in files has
-    one (not what is made of other data), how many storages, their bytes. but: files that are checked otherwise."""
-    others, own, has_sum = {id(file) for file in but}, dict[int, Storage](), set[bool]()
+    one (not what is made of other data), how many storages, their bytes. covered: files that are checked otherwise."""
+    covered_ids, summed, has_sum = {id(file) for file in covered}, dict[int, Storage](), set[bool]()
     for part in (part for storage in storages(tree) for part in _below(storage)):
         if part.nbytes and not (isinstance(part.data, Computed) and part.crc is None and part.data.inputs):
             has_sum.add(part.crc is not None)
-        if part.crc is not None and not (isinstance(part.data, FileRange) and id(part.data.file) in others):
-            own[id(part)] = part
+        if part.crc is not None and not (isinstance(part.data, FileRange) and id(part.data.file) in covered_ids):
+            summed[id(part)] = part
     extent = SOME if len(has_sum) == 2 else ALL if True in has_sum else NONE
-    sums = checksums([part.data for part in own.values()])
+    sums = checksums([part.data for part in summed.values()])
     names: dict[int, list[str]] = defaultdict(list)
-    if any(total != part.crc for total, part in zip(sums, own.values(), strict=True)):
+    if any(total != part.crc for total, part in zip(sums, summed.values(), strict=True)):
         for place, storage in _storages_by_address(tree):
             names[id(storage)].append(place)
     problems: list[Problem] = []
-    for total, part in zip(sums, own.values(), strict=True):
+    for total, part in zip(sums, summed.values(), strict=True):
         file, offset = (str(part.data.file), part.data.offset) if isinstance(part.data, FileRange) else ("", None)
         about = (file, offset, tuple(names[id(part)]))
         problems += _of_sum(total, part.crc or 0, f"a stretch of {part.nbytes:,} bytes", about)
-    return problems, extent, len(own), sum(part.nbytes for part in own.values())
+    return problems, extent, len(summed), sum(part.nbytes for part in summed.values())
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
@@ -527,7 +527,7 @@ def non_finite(tree: Any, *, damaged: bool = False) -> tuple[list[NonFinite], li
     """The tensors with NaN (of complex ones in either part) or Inf, and those that could not be searched: packed
     types, views without end.
 
-    damaged: it is known that some cannot be read, which are not searched then.
+    damaged: some are known to be unreadable; those are not searched.
     """
     import numpy
 
@@ -535,38 +535,38 @@ def non_finite(tree: Any, *, damaged: bool = False) -> tuple[list[NonFinite], li
 
     def count(_: int, raw: Array) -> None:
         nonlocal nans, infs
-        # That all are finite is seen in the exponents: four times as quick as computing with the values.
+        # The exponents show whether all are finite: four times as quick as computing with the values.
         if (numpy.bitwise_and(raw.view(kind), exponent) == exponent).any():
             with numpy.errstate(all="ignore"):  # signalling NaN
                 values = numbers(raw, dtype, "wide")
-            bad = numpy.isnan(values)
-            nans += int(numpy.count_nonzero(bad))
-            infs += int(numpy.count_nonzero(numpy.isinf(values) & ~bad))
+            is_nan = numpy.isnan(values)
+            nans += int(numpy.count_nonzero(is_nan))
+            infs += int(numpy.count_nonzero(numpy.isinf(values) & ~is_nan))
 
-    left = readable_bytes(tree)
-    known: dict[Any, tuple[int, int]] = {}
+    allowance = readable_bytes(tree)
+    by_view: dict[Any, tuple[int, int]] = {}
     for path, tensor in over(tensors(tree), lambda pair: pair[1].nbytes):
         for entry in tensor.parts() if isinstance(tensor, Composite) else (tensor,):
             if not isinstance(entry, TensorEntry) or entry.dtype.kind not in ("float", "complex", "bits"):
                 continue
             view = entry.view
-            if view not in known:
-                left -= entry.nbytes
-                if left < 0 or not has_numbers(entry.dtype):
+            if view not in by_view:
+                allowance -= entry.nbytes
+                if allowance < 0 or not has_numbers(entry.dtype):
                     unsearched.append(address(path))
-                    left += entry.nbytes if left < 0 else 0
+                    allowance += entry.nbytes if allowance < 0 else 0
                     continue
                 dtype, (kind, mask) = entry.dtype, _EXPONENTS.get(entry.dtype.name, ("u1", 0))
                 exponent, nans, infs = numpy.array(mask, kind), 0, 0
                 try:
                     fold(count, in_storage_order(entry) or entry)
-                    known[view] = nans, infs
+                    by_view[view] = nans, infs
                 except CkptoolError:
                     if not damaged:
                         raise
                     unsearched.append(address(path))
                     continue
-            nans, infs = known[view]
+            nans, infs = by_view[view]
             if nans or infs:
                 rows.append(NonFinite(address(path), nans, infs, entry.numel))
     return rows, unsearched

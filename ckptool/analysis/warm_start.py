@@ -164,7 +164,7 @@ class LoadReport(Report):
 
     @property
     def accepted(self) -> bool:
-        """True if nothing stands against the plan."""
+        """True if there is no reason against the plan."""
         return not self.refused
 
     @property
@@ -192,12 +192,12 @@ class LoadReport(Report):
         yield from ((dim(note.code), f": {note.message}") for note in self.normalised)
         if self.suggestions:
             yield bold("perhaps")
-        for each in self.suggestions:
-            yield from (("  ", cyan("--rename '" + rule.replace("'", "'\\''") + "'")) for rule in each.rules)
-            agree = f"{each.agree:,} of {counted(each.total, 'shape')} {form(each.agree, 'agrees', 'agree')}"
-            texts = [agree] if each.rules else []
-            texts += [each.why] if each.why else []
-            yield ("    " if each.rules else "  ") + "; ".join(texts)
+        for hint in self.suggestions:
+            yield from (("  ", cyan("--rename '" + rule.replace("'", "'\\''") + "'")) for rule in hint.rules)
+            agree = f"{hint.agree:,} of {counted(hint.total, 'shape')} {form(hint.agree, 'agrees', 'agree')}"
+            texts = [agree] if hint.rules else []
+            texts += [hint.why] if hint.why else []
+            yield ("    " if hint.rules else "  ") + "; ".join(texts)
         if self.rules_file:
             yield f"rules written to {self.rules_file}"
         for reason in self.refused:
@@ -211,7 +211,7 @@ class LoadReport(Report):
 
     def _names(self, width: int | None) -> Iterator[Table]:
         """The names of each kind, grouped exactly; on a terminal so many lines of each."""
-        whole = [fact for fact in self.loaded if fact.how == AS_IT_IS]
+        unchanged = [fact for fact in self.loaded if fact.how == AS_IT_IS]
         casts: dict[str, list[str]] = {}  # each pair of types, and what that does to values
         for cast in self.dtype_changes:
             loss = "values overflow" if cast.overflowed else "values are rounded"
@@ -219,51 +219,51 @@ class LoadReport(Report):
             loss = "no value changes" if cast.exact else loss
             casts.setdefault(f"{cast.old.name} → {cast.new.name}, {loss}", []).append(cast.target)
         # A line for each group of names that differ in the same way, with their sources where these have other names.
-        alike, apart = dict[str, dict[str, str]](), list[str]()
+        by_difference, misfits = dict[str, dict[str, str]](), list[str]()
         for fact in self.mismatched:
-            done = f"{fact.done} by {fact.how}" if fact.how else fact.done
-            alike.setdefault(f"{fact.have} against {fact.want}, {done}", {})[fact.target] = fact.source
-        for difference, sources in alike.items():
+            outcome = f"{fact.done} by {fact.how}" if fact.how else fact.done
+            by_difference.setdefault(f"{fact.have} against {fact.want}, {outcome}", {})[fact.target] = fact.source
+        for difference, sources in by_difference.items():
             for group in grouped(sources):
-                theirs = [sources[key] for key in group.keys]
-                names = ", ".join(each.text for each in grouped(theirs))
-                origin = f" (from {names})" if theirs != [*group.keys] else ""
-                apart.append(f"{group.text}: {difference}{origin}{_times(len(group.keys))}")
+                source_names = [sources[key] for key in group.keys]
+                names = ", ".join(source_group.text for source_group in grouped(source_names))
+                origin = f" (from {names})" if source_names != [*group.keys] else ""
+                misfits.append(f"{group.text}: {difference}{origin}{_times(len(group.keys))}")
         cast_lines = [f"{how}: {', '.join(_groups(names)[1])}" for how, names in casts.items()]
-        every: list[tuple[str, int, list[str]]] = [
-            ("loaded", *_groups(fact.target for fact in whole if fact.kind != BUFFER)),
-            ("loaded buffers", *_groups(fact.target for fact in whole if fact.kind == BUFFER)),
-            ("tied", len(self.tied), [f"{name} is {other}" for name, other in self.tied]),
+        kinds: list[tuple[str, int, list[str]]] = [
+            ("loaded", *_groups(fact.target for fact in unchanged if fact.kind != BUFFER)),
+            ("loaded buffers", *_groups(fact.target for fact in unchanged if fact.kind == BUFFER)),
+            ("tied", len(self.tied), [f"{name} is {through}" for name, through in self.tied]),
             ("missing", *_groups(fact.name for fact in self.missing if fact.kind != BUFFER)),
             ("missing buffers", *_groups(fact.name for fact in self.missing if fact.kind == BUFFER)),
             ("unexpected", *_groups(fact.source for fact in self.unexpected)),
-            ("do not fit", len(self.mismatched), apart),
+            ("do not fit", len(self.mismatched), misfits),
             ("other type", len(self.dtype_changes), cast_lines),
             ("left out", *_groups(self.excluded)),
             ("from the target", *_groups(self.taken)),
         ]
-        for what, count, lines in every:
+        for what, count, lines in kinds:
             limit = None if width is None else SHOWN
             yield Table([(line,) for line in lines], title=f"{what} {count:,}", limit=limit, more="  … {} more lines")
 
 
 def _groups(names: Iterable[str]) -> tuple[int, list[str]]:
     """How many names there are, and their groups, each with how many it stands for where that is more than one."""
-    every = list(names)
-    return len(every), [f"{each.text}{_times(len(each.keys))}" for each in grouped(every)]
+    texts = list(names)
+    return len(texts), [f"{group.text}{_times(len(group.keys))}" for group in grouped(texts)]
 
 
 def _times(count: int) -> str:
     return f"  ({count:,})" if count > 1 else ""
 
 
-def refusal(report: LoadReport, found: Sequence[Refusal] | None = None) -> PlanRefused:
+def refusal(report: LoadReport, refusals: Sequence[Refusal] | None = None) -> PlanRefused:
     """The error that says why a plan is not carried out."""
-    reasons = list(report.refused if found is None else found)
-    done = "was loaded" if report.applied else "was not loaded"
+    reasons = list(report.refused if refusals is None else refusals)
+    outcome = "was loaded" if report.applied else "was not loaded"
     after = "It was done already; nothing was undone." if report.applied else "Nothing was changed."
     error = PlanRefused(
-        f"{report.source} {done} into {report.target}{', but' if report.applied else ':'} {reasons[0].what}",
+        f"{report.source} {outcome} into {report.target}{', but' if report.applied else ':'} {reasons[0].what}",
         " ".join([after, *(f"Also: {reason.what}." for reason in reasons[1:])]),
         reasons[0].fix,
     )
@@ -286,25 +286,25 @@ def percent(share: float) -> str:
 
 def unmet(report: LoadReport, min_loaded: float | None, missing: str | Sequence[str] | None = None) -> list[Refusal]:
     """The demands that a report does not meet."""
-    found = []
+    refusals = []
     least = checked_share(min_loaded)
     if least is not None and report.share < least:
         what = f"{percent(report.share)} of the target's values are loaded, and {percent(least)} were asked for"
-        found.append(Refusal("min-loaded", what))
+        refusals.append(Refusal("min-loaded", what))
     if missing is not None:
         allowed = [matcher(pattern) for pattern in several(missing)]
-        if other := [name for name in not_loaded(report) if not any(matches(name) for matches in allowed)]:
-            what = f"{counted(len(other), 'name is', 'names are')} not loaded: {listed(other)}"
-            found.append(Refusal("missing", what))
-    return found
+        if missed := [name for name in not_loaded(report) if not any(matches(name) for matches in allowed)]:
+            what = f"{counted(len(missed), 'name is', 'names are')} not loaded: {listed(missed)}"
+            refusals.append(Refusal("missing", what))
+    return refusals
 
 
-def little(report: LoadReport, wanted: int, fix: str) -> list[Refusal]:
-    """The refusal of what loads less than half of the `wanted` values, or less than its own suggestion would."""
-    better = any(each.agree and each.rules for each in report.suggestions)
-    if not better and 2 * report.elements >= wanted:
+def little(report: LoadReport, expected: int, fix: str) -> list[Refusal]:
+    """The refusal of a plan that loads less than half of the `expected` values, or less than its suggestion would."""
+    better = any(hint.agree and hint.rules for hint in report.suggestions)
+    if not better and 2 * report.elements >= expected:
         return []
-    share = f"only {percent(report.elements / max(1, wanted))} of the values asked for are loaded"
+    share = f"only {percent(report.elements / max(1, expected))} of the values asked for are loaded"
     what = f"{share}{', and the rules suggested would load more' if better else ''}"
     least = int(report.share * 10_000) / 10_000 or 0
     return [Refusal("min-loaded", what, f"{fix}; accept it as it is: {arg(min_loaded=least)}")]
@@ -312,5 +312,5 @@ def little(report: LoadReport, wanted: int, fix: str) -> list[Refusal]:
 
 def not_loaded(report: LoadReport) -> list[str]:
     """The names of the target that keep its own values."""
-    left = [mismatch.target for mismatch in report.mismatched if mismatch.done in (SKIPPED, REFUSED)]
-    return [*(absent.name for absent in report.missing), *left, *report.excluded]
+    unfilled = [mismatch.target for mismatch in report.mismatched if mismatch.done in (SKIPPED, REFUSED)]
+    return [*(absent.name for absent in report.missing), *unfilled, *report.excluded]

@@ -1,4 +1,4 @@
-"""How a value of a checkpoint is said: in a line for people, and in JSON; and keys in few lines."""
+"""How a value of a checkpoint is written: in a line for people, and in JSON; and many keys in few lines."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ def several(schema: Json) -> Json:
     return {"type": "array", "items": schema}
 
 
-def fields(required: Json, more: Json | None = None) -> Json:
-    """The schema of an object.  more: of fields that may be missing."""
-    return {"type": "object", "properties": required | (more or {}), "required": list(required)}
+def fields(required: Json, extra: Json | None = None) -> Json:
+    """The schema of an object.  extra: of fields that may be missing."""
+    return {"type": "object", "properties": required | (extra or {}), "required": list(required)}
 
 
 INTEGER, TEXT, TRUE = {"type": "integer"}, {"type": "string"}, {"const": True}
@@ -164,12 +164,12 @@ class _NamePiece:
     def text(self) -> str:
         if len(self.middles) == 1:
             return _escaped(self.choices[0])
-        inside = list[str]() if self.numbers else [_escaped(name, r"\\{},") for name in self.middles]
+        alternatives = list[str]() if self.numbers else [_escaped(name, r"\\{},") for name in self.middles]
         numbers = self.middles if self.numbers else ()
         for _, run in groupby(enumerate(numbers), key=lambda item: int(item[1]) - item[0]):
             texts = [text for _, text in run]  # which follow each other
-            inside += [f"{texts[0]}..{texts[-1]}"] if len(texts) >= 3 else texts
-        return f"{_escaped(self.before)}{{{', '.join(inside)}}}{_escaped(self.after)}"
+            alternatives += [f"{texts[0]}..{texts[-1]}"] if len(texts) >= 3 else texts
+        return f"{_escaped(self.before)}{{{', '.join(alternatives)}}}{_escaped(self.after)}"
 
 
 _Row = tuple[_NamePiece, ...]
@@ -190,20 +190,20 @@ def grouped(keys: Iterable[str]) -> list[KeyGroup]:
         return piece(match[1], (match[2],), match[3], True) if match else piece("", (text,), "", False)
 
     def merged(rows: list[_Row], at: int, numbers: bool) -> list[_Row]:
-        """The rows, those as one that differ only in the piece at a place, and there in their number, or as names."""
+        """The rows, with those merged that differ only in the piece at `at`: there in a number, or in a name."""
         if not any(row[at].numbers is numbers for row in rows):
             return rows
-        alike = defaultdict[tuple[object, ...], list[_Row]](list)
+        mergeable = defaultdict[tuple[object, ...], list[_Row]](list)
         for row in rows:
             common = row[at] if row[at].numbers is not numbers else (row[at].before, row[at].after)
-            alike[(*row[:at], common, *row[at + 1 :])].append(row)
+            mergeable[(*row[:at], common, *row[at + 1 :])].append(row)
         joined: list[_Row] = []
-        for together in alike.values():
-            first = together[0]
-            if len(together) == 1 or (not numbers and len(together) > NAMES):
-                joined += together
+        for members in mergeable.values():
+            first = members[0]
+            if len(members) == 1 or (not numbers and len(members) > NAMES):
+                joined += members
                 continue
-            middles = [middle for row in together for middle in row[at].middles]
+            middles = [middle for row in members for middle in row[at].middles]
             middles = sorted(middles, key=int) if numbers else middles
             joint = piece(first[at].before, tuple(middles), first[at].after, numbers)
             joined.append((*first[:at], joint, *first[at + 1 :]))
@@ -220,14 +220,14 @@ def grouped(keys: Iterable[str]) -> list[KeyGroup]:
         for at in reversed(range(depth)):
             rows = merged(merged(rows, at, True), at, False)
         for row in rows:
-            choices = product(*[each.choices for each in row])
-            groups.append(KeyGroup(".".join([each.text for each in row]), tuple(map(".".join, choices))))
+            choices = product(*[part.choices for part in row])
+            groups.append(KeyGroup(".".join([part.text for part in row]), tuple(map(".".join, choices))))
 
     @cache
     def natural(text: str) -> tuple[str | int, ...]:
         """Text and numbers in turn, text first. A number of more than 18 digits sorts by its length: int() is slow."""
         split: list[str | int] = list(_DIGITS.split(text))
-        split[1::2] = [int(each) if len(str(each)) < 19 else 10**18 + len(str(each)) for each in split[1::2]]
+        split[1::2] = [int(digits) if len(str(digits)) < 19 else 10**18 + len(str(digits)) for digits in split[1::2]]
         return tuple(split)
 
     return sorted(groups, key=lambda group: [natural(text) for text in group.keys[0].split(".")])

@@ -1,5 +1,5 @@
 """From live objects to a tree: torch's tensors and objects become the entries and inert nodes that they reduce to; and
-the way back to them, where they stood in the place of a file."""
+back to objects, where they were given in place of a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def from_torch(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool
     """The tree of nodes for live values: tensors, entries, whatever `torch.save` would write. No tensor is copied.
 
     Tensors that share a storage share it in the result. CUDA tensors keep their tag, and are copied to the CPU piece by
-    piece when they are written.
+    piece as they are written.
     Raises `Unsupported`, naming every object that no checkpoint should hold, `Conflict` for one storage under two
     types.
     """
@@ -49,7 +49,7 @@ class TorchReader(LiveReader):
             return self._ref(value._untyped_storage, BY_TORCH[str(value.dtype).removeprefix("torch.")])
         if isinstance(value, torch.UntypedStorage):
             return self._ref(value, None)
-        if isinstance(value, torch.Size):  # complete at once, as what it is a part of may look inside
+        if isinstance(value, torch.Size):  # complete at once, as its container may look inside
             return FromParts((tuple(value),), lambda parts: Object(SIZE, tuple(parts)))
         if isinstance(value, torch.layout):
             return Object(GET_LAYOUT, (str(value),))
@@ -67,13 +67,13 @@ class TorchReader(LiveReader):
             return self._refused_tensor(tensor)  # its parts need not be looked at
 
         def make(parts: list[Any]) -> Any:
-            made = builder(parts[0])
-            if isinstance(made, Composite) and not self.keep_unknown:
-                # A class that only its own code could make again.
-                cls = str(made.made.args[1]) if is_from_type(made) else "torch.Tensor"
-                own = cls not in TENSOR_CLASSES or made.made.fn.name == "_rebuild_wrapper_subclass"
-                return self._refused_tensor(tensor) if own else made
-            return self._refused_tensor(tensor) if made is NotImplemented else made
+            result = builder(parts[0])
+            if isinstance(result, Composite) and not self.keep_unknown:
+                # A class that only its own code could rebuild.
+                cls = str(result.made.args[1]) if is_from_type(result) else "torch.Tensor"
+                needs_own_code = cls not in TENSOR_CLASSES or result.made.fn.name == "_rebuild_wrapper_subclass"
+                return self._refused_tensor(tensor) if needs_own_code else result
+            return self._refused_tensor(tensor) if result is NotImplemented else result
 
         return FromParts((args,), make)
 
@@ -86,26 +86,26 @@ class TorchReader(LiveReader):
         return self.refuse(tensor, f"a tensor of the class {cls.__module__}.{cls.__qualname__}", fix)
 
     def _ref(self, storage: torch.UntypedStorage, dtype: DType | None) -> StorageRef:
-        """The storage, once for each of torch's. A file gives a storage one element type for all its views."""
+        """The node for a torch storage, one for each. In a file a storage has one element type for all its views."""
         key = storage._cdata
-        found = self.storages.get(key)
-        if found is None:
-            found = self.storages[key] = Storage(data_of(storage), untyped.serialization.location_tag(storage))
+        node = self.storages.get(key)
+        if node is None:
+            node = self.storages[key] = Storage(data_of(storage), untyped.serialization.location_tag(storage))
             self.mapper.alive.append(storage)
             self.dtypes[key] = dtype
-        elif found.nbytes and (self.dtypes[key] or _BYTES) is not (dtype or _BYTES):
+        elif node.nbytes and (self.dtypes[key] or _BYTES) is not (dtype or _BYTES):
             names = [kind.torch if kind else "an untyped storage" for kind in (self.dtypes[key], dtype)]
             what = f"two tensors view one storage as {names[0]} and as {names[1]}"
             why = "A torch file gives each storage one type; torch.save refuses this too."
             raise Conflict(what, why, "Save a copy of one of them: tensor.clone()")
-        return StorageRef(found, dtype)
+        return StorageRef(node, dtype)
 
 
-_BYTES = BY_TORCH["uint8"]  # what torch takes an untyped storage for
+_BYTES = BY_TORCH["uint8"]  # how torch treats an untyped storage
 
 
 class TorchMemory(Memory, TorchReader):
-    """State dicts and modules in the place of files."""
+    """State dicts and modules in place of files."""
 
     def contents(self, given: Any) -> Any:
         return given.state_dict() if isinstance(given, torch.nn.Module) else super().contents(given)
@@ -120,30 +120,30 @@ class TorchMemory(Memory, TorchReader):
         return ref
 
     def objects(self, tree: Any) -> Any:
-        """The tree as torch's objects. Storages stay where they are; new ones are on the device of their tag.
+        """The tree as torch's objects. Storages stay where they are; new ones go to the device of their tag.
 
-        Raises `UnsafeObject` for objects of unknown classes in which something changed.
+        Raises `UnsafeObject` for changed objects of unknown classes.
         """
         return _LiveBuilder(tree, self).build(is_own=True)
 
 
 class _LiveBuilder(Builder):
-    """Makes objects of a tree, but those that are in memory already."""
+    """Makes the objects of a tree, except those that are in memory already."""
 
     def __init__(self, tree: Any, memory: Memory) -> None:
         super().__init__(Checkpoint(tree, LIVE), Storages(None, map_files=True))
         self.memory = memory
-        self.storages.made.update(memory.memories)
+        self.storages.live.update(memory.memories)
 
     def _handle(self, handler: Callable[[Builder, Any], Any], node: Any) -> Any:
-        found = self.memory.known(node)
-        if found is not MISSING and not holds_containers(node):
-            return found
-        made = super()._handle(handler, node)
-        if found is MISSING or not isinstance(made, Unknown):
-            return made
+        live = self.memory.known(node)
+        if live is not MISSING and not holds_containers(node):
+            return live
+        result = super()._handle(handler, node)
+        if live is MISSING or not isinstance(result, Unknown):
+            return result
         self.unknown.pop()  # no copy can be made, and none is needed
-        return found
+        return live
 
 
 def torch_memory(_: Memory) -> Memory:

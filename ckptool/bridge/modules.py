@@ -1,8 +1,7 @@
 """Loading a checkpoint into a live `nn.Module`, and live modules as targets.
 
-Names are those of `state_dict()`: parameters and persistent buffers, module by module. Loading is a plan that is
-accepted first: nothing of the model changes unless the whole of it is; then the tensors that it names change, and
-nothing else.
+Names are those of `state_dict()`: parameters and persistent buffers, module by module. Loading carries out a plan:
+nothing in the model changes unless the whole plan is accepted; then the tensors that it names change, and nothing else.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ class _Slot(NamedTuple):
 
 
 def unwrapped(model: nn.Module, averages: bool = False) -> nn.Module:
-    """The module inside DataParallel, DistributedDataParallel and `torch.compile`; averages: and `AveragedModel`.
+    """The module inside DataParallel, DistributedDataParallel and `torch.compile`. averages: also in `AveragedModel`.
 
-    Raises `Unsupported` for FSDP, whose tensors are pieces of the real ones.
+    Raises `Unsupported` for FSDP, whose tensors are shards of the real ones.
     """
     while True:
         inner: Any = None
@@ -82,50 +81,50 @@ def _slots(model: nn.Module) -> dict[str, _Slot]:
 
 
 def _expected(tensors: Mapping[str, torch.Tensor], is_module: bool) -> dict[str, Expected]:
-    """The tensors that a model expects. Raises `Unsupported` for those that only code of their own can fill."""
+    """The tensors that a model expects. Raises `Unsupported` for those that only their own code can fill."""
     odd = [f"{name} ({type(tensor).__name__})" for name, tensor in tensors.items() if type(tensor) not in _PLAIN]
     if odd:
         what = f"the model has tensors that are not plain: {listed(odd)}"
         why = "Sharded, quantized and lazy tensors are filled by their own code."
         raise Unsupported(what, why, "Load before the model is sharded or quantized; run a lazy model once on a batch")
-    first: dict[Any, str] = {}
-    made = {}
+    first_names: dict[Any, str] = {}
+    expected = {}
     for name, tensor in tensors.items():
-        # Two names have one tensor where it is one object, or the same view of the same memory.
+        # Two names are tied where they have one object, or the same view of the same memory.
         has_place = tensor.layout is torch.strided and tensor.numel() and tensor.device.type != "meta"
         view = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()) if has_place else None
-        tied = first.setdefault(view or id(tensor), name)
+        tied = first_names.setdefault(view or id(tensor), name)
         dtype = BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
         kind = PARAMETER if isinstance(tensor, nn.Parameter) else BUFFER if is_module else kind_by_name(name, dtype)
-        made[name] = Expected(name, dtype, tuple(tensor.shape), kind, tied if tied != name else None)
-    return made
+        expected[name] = Expected(name, dtype, tuple(tensor.shape), kind, tied if tied != name else None)
+    return expected
 
 
 def target_of_code(name: str) -> Target:
-    """The module or state dict that `file.py:factory` or `pkg.module:factory` makes, as a target with values.
+    """The module or state dict that `file.py:factory` or `pkg.module:factory` returns, as a target with values.
 
-    A factory is called without arguments, from the seed 0, so that the same command gives the same values.
+    A factory is called without arguments and with seed 0, so that the same command gives the same values.
     Raises `UserCodeFailed` with its traceback where it raises, `UsageError` where it makes something else.
     """
-    made = import_user_code(name, "the target")
-    if not isinstance(made, nn.Module) and callable(made):
+    result = import_user_code(name, "the target")
+    if not isinstance(result, nn.Module) and callable(result):
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(0)
-            made = call_user_code(made, "the target", name)
-    return target_of(made, name)
+            result = call_user_code(result, "the target", name)
+    return target_of(result, name)
 
 
-def target_of(made: Any, name: str) -> Target:
+def target_of(source: Any, name: str) -> Target:
     """A module or state dict as a target with values; on the meta device without. Raises what `target_of_code`
     raises."""
-    is_module, state, wrapper = isinstance(made, nn.Module), made, ""
+    is_module, state, wrapper = isinstance(source, nn.Module), source, ""
     if is_module:
-        model = unwrapped(made)
+        model = unwrapped(source)
         state = call_user_code(model.state_dict, "the target", name, keep_vars=True)
-        # the prefix that the wrappers around the model put before its names
-        wrapper = next((f"{place}." for place, module in made.named_modules() if module is model and place), "")
-    elif not isinstance(made, Mapping):
-        what = f"{name} made {type(made).__name__}, not a torch.nn.Module"
+        # the prefix that wrappers around the model add to its names
+        wrapper = next((f"{place}." for place, module in source.named_modules() if module is model and place), "")
+    elif not isinstance(source, Mapping):
+        what = f"{name} made {type(source).__name__}, not a torch.nn.Module"
         raise UsageError(what, "A target is a module, or a state dict.", "For example: def build(): return MyModel()")
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     values: Mapping[str, Any] | None = None
@@ -181,23 +180,23 @@ def load_into(
     target = Target(type(bare).__name__, MODULE, expected, kinds_known=True)
     opened = Opened(checkpoint, at, "") if isinstance(checkpoint, Checkpoint) else open_file(checkpoint, at)
     refuse_part(opened.checkpoint, part=part)
-    whole, (root, remark) = opened.checkpoint, one_state_dict(opened.checkpoint, opened.at)
-    root = as_named(root, whole, slots)
-    plan = plan_warm_start(root, str(whole.source or "the checkpoint"), target, options, remark)
-    refuse_codes(whole, root.node, plan.report)
-    # Counters that an older file lacks, which torch lets be: zeros where the model's are on the meta device.
+    source, (root, remark) = opened.checkpoint, one_state_dict(opened.checkpoint, opened.at)
+    root = as_named(root, source, slots)
+    plan = plan_warm_start(root, str(source.source or "the checkpoint"), target, options, remark)
+    refuse_codes(source, root.node, plan.report)
+    # Counters that an older file lacks, which torch tolerates: zeros where the model's are on the meta device.
     zero = TensorEntry(Storage(InlineBytes(bytes(8)), "cpu"), BY_TORCH["int64"], (), (), 0)
     zeros = [name for name in plan.report.supplied if slots[name].on_meta and name.endswith(COUNTER)]
     chosen = plan.chosen | {name: Assignment(name, zero) for name in zeros}
     supplied = tuple(name for name in plan.report.supplied if name not in zeros)
-    left = [
+    on_meta = [
         f"{prefix}.{name}" if prefix else name
         for prefix, module in bare.named_modules()
         for name in module._non_persistent_buffers_set
         if (buffer := module._buffers.get(name)) is not None and buffer.device.type == "meta"
     ]
-    what = f"buffers that are not saved stay on the meta device: {listed(left)}"
-    notes = [Note("meta-buffers", what)] if left else []
+    what = f"buffers that are not saved stay on the meta device: {listed(on_meta)}"
+    notes = [Note("meta-buffers", what)] if on_meta else []
     report = replace(plan.report, supplied=supplied, normalised=(*plan.report.normalised, *notes))
     report = replace(report, refused=(*report.refused, *_refusals(report, chosen, slots, options.missing, assign)))
     if dry_run:
@@ -218,16 +217,16 @@ def _refusals(
     missing: Sequence[str] | None,
     assign: bool | None,
 ) -> Iterator[Refusal]:
-    """What only the live model tells: tensors without memory, or that cannot be written to."""
+    """Refusals that only the live model tells: tensors that have no memory or cannot be written to."""
     on_meta = {name for name, slot in slots.items() if slot.on_meta}
     if on_meta and assign is False:
         what = f"{counted(len(on_meta), 'tensor is', 'tensors are')} on the meta device and have no memory"
         yield Refusal("meta", what, "assign=True")
     allowed = [matcher(pattern) for pattern in missing or ()]
     empty = [n for n in (*not_loaded(report), *report.supplied) if not any(matches(n) for matches in allowed)]
-    if report.loaded and (left := [printable(name) for name in empty if name in on_meta]):
+    if report.loaded and (unfilled := [printable(name) for name in empty if name in on_meta]):
         fix = "Give them values yourself, and allow it: missing='PATTERN'"
-        yield Refusal("meta-missing", f"on the meta device, and without values after it: {listed(left)}", fix)
+        yield Refusal("meta-missing", f"on the meta device, and without values after it: {listed(unfilled)}", fix)
     tensors = {name: choice.tensor for name, choice in chosen.items()}
     odd = [f"{printable(name)} ({tensor.kind})" for name, tensor in tensors.items() if isinstance(tensor, Composite)]
     if odd:
@@ -239,7 +238,7 @@ def _refusals(
         for name, tensor in written.items()
     }
     is_normal = not torch.is_inference_mode_enabled()
-    if stuck := [printable(n) for n, each in written.items() if repeated[n] or (is_normal and each.is_inference())]:
+    if stuck := [printable(n) for n, tensor in written.items() if repeated[n] or (is_normal and tensor.is_inference())]:
         what = f"expanded or inference tensors, which cannot be copied into: {listed(stuck)}"
         yield Refusal("read-only", what, "Replace them with new ones: assign=True")
 
@@ -247,8 +246,8 @@ def _refusals(
 def _staged(
     chosen: Mapping[str, Assignment], slots: Mapping[str, _Slot], target: Target, assign: bool | None
 ) -> Iterator[Callable[[], None]]:
-    """The change of each tensor, after everything that can go wrong: checksums, views, mapping. Raises what reading
-    raises."""
+    """The change to each tensor, prepared so that all that can go wrong is done: checksums, views, mapping. Raises what
+    reading raises."""
     firsts: dict[str, str] = {}  # the first name of each tensor -> the first of its names that is loaded
     for name in chosen:
         firsts.setdefault(target.tensors[name].tied_to or name, name)
@@ -256,20 +255,20 @@ def _staged(
     for first, name in firsts.items():
         entry = chosen[name].tensor
         assert isinstance(entry, TensorEntry)  # others were refused
-        entries[first] = replace(entry, flags=Flags(False, False, *entry.flags.lazy))  # no parameter of the checkpoint
+        entries[first] = replace(entry, flags=Flags(False, False, *entry.flags.lazy))  # no checkpoint's parameter
         verify(entries[first])
     in_files = {first: entry for first, entry in entries.items() if isinstance(entry.storage.data, FileRange)}
     mapped = build(Checkpoint(in_files, ""))
-    seen, tied = set[int](), tie_groups(target.tensors.values())
+    seen_storages, tied = set[int](), tie_groups(target.tensors.values())
     for first, entry in entries.items():
         slot = slots[first]
         read = partial(mapped.get, first) if first in mapped else partial(to_torch, entry)
         if slot.on_meta if assign is None else assign:
-            every = [slots[each] for each in tied.get(first, (first,))]
-            yield partial(_assign, every, read, id(entry.storage) in seen)
+            tied_slots = [slots[name] for name in tied.get(first, (first,))]
+            yield partial(_assign, tied_slots, read, id(entry.storage) in seen_storages)
         else:
             yield partial(_copy, slot.tensor, read)
-        seen.add(id(entry.storage))
+        seen_storages.add(id(entry.storage))
 
 
 def _copy(tensor: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
@@ -277,7 +276,7 @@ def _copy(tensor: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
 
 
 def _assign(slots: Sequence[_Slot], read: Callable[[], torch.Tensor], shared: bool) -> None:
-    """Puts a new tensor in the place of a tensor's, under all its names. shared: with one that was put before it."""
+    """Replaces a tensor by a new one under all its names. shared: it shares memory with one that was set before."""
     old, read_one = slots[0].tensor, read()
     device = "cpu" if old.device.type == "meta" else old.device
     new = read_one.resolve_conj().resolve_neg().to(device, old.dtype)

@@ -1,5 +1,5 @@
-"""Storages: the bytes of a file mapped or read, on their device, and torch's as data to write. Tensors of every kind: a
-plain entry over its storage, and the results of torch's rebuild functions."""
+"""Storages: a file's bytes mapped or read, on their device, and torch's storages as data to write. Tensors of every
+kind: plain entries as views of their storages, and the results of torch's rebuild functions."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ckptool.pickles.torch_objects import BUILDERS, REBUILD_JAGGED, check_view
 if TYPE_CHECKING:
     from ckptool.bridge.to_live import Builder
 
-untyped: Any = torch  # for the functions that torch gives no types, or wrong ones
+untyped: Any = torch  # for functions that torch types wrongly or not at all
 
 # Locations ------------------------------------------------------------------------------------------------------------
 
 
 @cache
 def _is_absent(location: str) -> bool:
-    """True for a device of a kind of which this machine, or this torch, has none at all."""
+    """True for a device of a type that this machine, or this torch, does not have at all."""
     if location == "cpu":
         return False
     try:
@@ -49,8 +49,8 @@ def _at_home(storage: torch.UntypedStorage, location: str, saved: str) -> torch.
     try:
         return cast(torch.UntypedStorage, untyped.serialization.default_restore_location(storage, location))
     except (RuntimeError, AttributeError, AssertionError) as error:
-        asked = f"map_location asks for {location}" if location != saved else f"tensors were saved on {location}"
-        what = f"{asked}, which this machine or this torch does not have"
+        request = f"map_location asks for {location}" if location != saved else f"tensors were saved on {location}"
+        what = f"{request}, which this machine or this torch does not have"
         why = str(error).splitlines()[0][:300] if str(error) else ""
         fix = "Put them elsewhere: map_location='cpu'"
         fix += f"; or change the file: {command('remap', FILE, to='cpu', out=OUT)}" if location == saved else ""
@@ -61,8 +61,8 @@ def _at_home(storage: torch.UntypedStorage, location: str, saved: str) -> torch.
 
 
 class Storages:
-    """The torch storage for each storage of the tree, mapped or read when it is first asked for, where `map_location`
-    wants it.
+    """The torch storage for each storage of the tree, mapped or read on first use, on the device that `map_location`
+    names.
 
     device: of all of them, where it is known.  meta: they have no bytes. Raises `UsageError` for a `map_location` that
     is not a device, dictionary or function.
@@ -75,9 +75,9 @@ class Storages:
         self.map_location, self.map_files = map_location, map_files
         self.device: torch.device | None = None
         if isinstance(map_location, (str, bytes, torch.device)):
-            given = map_location.decode("utf-8", "replace") if isinstance(map_location, bytes) else map_location
+            device_name = map_location.decode("utf-8", "replace") if isinstance(map_location, bytes) else map_location
             try:
-                self.device = torch.device(given)
+                self.device = torch.device(device_name)
             except RuntimeError:
                 what, why = f"{str(map_location)!r} is not a device", "Devices are cpu, cuda, cuda:1, mps, meta."
                 raise UsageError(what, why) from None
@@ -85,46 +85,46 @@ class Storages:
             what = f"map_location={map_location!r} is not a device, dictionary or function"
             raise UsageError(what, "", "For example: map_location='cpu'")
         self.meta = self.device is not None and self.device.type == "meta"
-        self.made: dict[int, torch.UntypedStorage] = {}
+        self.live: dict[int, torch.UntypedStorage] = {}
         self.maps: dict[Source, torch.UntypedStorage] = {}
         self.mapped: set[int] = set()  # the ids of data
 
     def restore(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        """The storage on the device where it is wanted. location: of where it was saved."""
+        """The storage on the device that `map_location` names. location: where it was saved."""
         if self.device is not None:
             return _at_home(storage, str(self.device), location)
         if self.map_location is None:
             return storage if _is_absent(location) else _at_home(storage, location, location)
         if isinstance(self.map_location, dict):
             return _at_home(storage, str(self.map_location.get(location, location)), location)
-        found = self.map_location(storage, location)
-        return _at_home(storage, location, location) if found is None else getattr(found, "_untyped_storage", found)
+        result = self.map_location(storage, location)
+        return _at_home(storage, location, location) if result is None else getattr(result, "_untyped_storage", result)
 
     def get(self, storage: Storage, itemsize: int) -> torch.UntypedStorage:
-        made = self.made.get(id(storage))
-        if made is None:
-            made = self.made[id(storage)] = self._make(storage, itemsize)
-        return made
+        live = self.live.get(id(storage))
+        if live is None:
+            live = self.live[id(storage)] = self._make(storage, itemsize)
+        return live
 
     def _make(self, storage: Storage, itemsize: int) -> torch.UntypedStorage:
         if self.meta:
             return cast(torch.UntypedStorage, untyped.UntypedStorage(storage.nbytes, device="meta"))
         data = storage.data
-        # Of two storages in one place of a file, one has its own memory.
-        may = self.map_files and data.length and id(data) not in self.mapped
-        if may and isinstance(data, FileRange) and not data.file.far:
+        # Of two storages at one place in a file, the second has memory of its own.
+        may_map = self.map_files and data.length and id(data) not in self.mapped
+        if may_map and isinstance(data, FileRange) and not data.file.far:
             start = data.file.begin + data.offset
             if start % min(itemsize, 8) == 0:
                 self.mapped.add(id(data))
                 data.ready()
-                return self.restore(self._whole(data.file)[start : start + data.length], storage.location)
+                return self.restore(self._map(data.file)[start : start + data.length], storage.location)
         return self.restore(_in_memory(data, storage.crc), storage.location)
 
-    def _whole(self, file: Source) -> torch.UntypedStorage:
-        """The whole file, once, copy-on-write; every storage in it keeps it alive."""
+    def _map(self, file: Source) -> torch.UntypedStorage:
+        """The whole file, mapped once, copy-on-write; every storage in it keeps the map alive."""
         if file not in self.maps:
-            # Torch closes it again: a map of Python's has a descriptor, and a folder may have more files than a process
-            # may.
+            # Torch closes the file again: Python's mmap keeps a descriptor, and a folder may have more files than a
+            # process may open.
             file.check_unchanged()
             try:
                 fd = file.descriptor()
@@ -136,7 +136,7 @@ class Storages:
 
 
 def _in_memory(data: Data, crc: int | None) -> torch.UntypedStorage:
-    """The bytes in memory of their own; raises `Corrupt` where they do not have the checksum `crc`."""
+    """The bytes in memory of their own; raises `Corrupt` where their checksum is not `crc`."""
     try:
         storage: torch.UntypedStorage = untyped.UntypedStorage(data.length)
     except (RuntimeError, MemoryError) as error:
@@ -145,9 +145,9 @@ def _in_memory(data: Data, crc: int | None) -> torch.UntypedStorage:
     if not data.length:
         return storage
     memory, total = memoryview(cast(Any, _bytes_of(storage).numpy())), Crc(expected=crc, name=name_of(data))
-    for at in range(0, data.length, BLOCK):  # what is summed up is in the processor's cache
-        block = memory[at : at + BLOCK]
-        fill(data, at, block)
+    for offset in range(0, data.length, BLOCK):  # the block is summed while it is in the processor's cache
+        block = memory[offset : offset + BLOCK]
+        fill(data, offset, block)
         if crc is not None:
             total.update(block)
     total.check("")
@@ -159,7 +159,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def data_of(storage: torch.UntypedStorage) -> Computed:
-    """The bytes of a storage, read from where they are; from another device, piece by piece."""
+    """The bytes of a storage, read in place; from another device, piece by piece."""
     size = storage.nbytes()
     if not size:
         return Computed(0, lambda offset, length: b"")
@@ -172,7 +172,7 @@ def data_of(storage: torch.UntypedStorage) -> Computed:
 
     if storage.device.type != "cpu":
         return Computed(size, read)
-    # An array is a buffer, which its stubs do not say.
+    # An array is a buffer, but its type stubs do not say so.
     raw = memoryview(_bytes_of(storage).numpy())  # type: ignore[arg-type]
     return Computed(size, read, view=lambda offset, length: raw[offset : offset + length])
 
@@ -192,20 +192,20 @@ TENSOR_CLASSES: dict[str, Any] = {
 @cache
 def torch_dtype(dtype: DType) -> torch.dtype:
     """Torch's own element type; raises `Unsupported` where this torch is too old for it."""
-    found = getattr(torch, dtype.torch, None)
-    if not isinstance(found, torch.dtype):
+    result = getattr(torch, dtype.torch, None)
+    if not isinstance(result, torch.dtype):
         what = f"this torch ({torch.__version__}) has no type {dtype.torch}"
         raise Unsupported(what, "It was added in a later version.", "pip install --upgrade torch")
-    return found
+    return result
 
 
 def layout_of(node: Any) -> torch.layout:
     """The layout that a call of torch's `_get_layout` names; raises `Unsupported` for any other."""
     name = expand(node) if isinstance(node, Object) else None
-    found = vars(torch).get(name.removeprefix("torch.")) if type(name) is str else None
-    if not isinstance(found, torch.layout):
+    layout = vars(torch).get(name.removeprefix("torch.")) if type(name) is str else None
+    if not isinstance(layout, torch.layout):
         raise Unsupported(f"the tensor layout {name!s} is not known")
-    return found
+    return layout
 
 
 def typed_storage(builder: Builder, ref: StorageRef) -> Any:
@@ -219,78 +219,78 @@ def strided(builder: Builder, entry: TensorEntry) -> torch.Tensor:
     """A plain tensor: a view of its storage."""
     check_view(entry.storage.nbytes, entry.dtype, entry.shape, entry.stride, entry.offset)
     storage = builder.storages.get(entry.storage, entry.dtype.itemsize)
-    made = torch.empty(0, dtype=torch_dtype(entry.dtype), device=storage.device)
-    made.set_(storage, entry.offset, entry.shape, entry.stride)
+    tensor = torch.empty(0, dtype=torch_dtype(entry.dtype), device=storage.device)
+    tensor.set_(storage, entry.offset, entry.shape, entry.stride)
     flags = entry.flags
     if flags is NO_FLAGS:
-        return made
+        return tensor
     if flags.conj or flags.neg:
-        untyped._utils.set_tensor_metadata(made, {name: True for name in ("conj", "neg") if getattr(flags, name)})
+        untyped._utils.set_tensor_metadata(tensor, {name: True for name in ("conj", "neg") if getattr(flags, name)})
     if flags.parameter:
-        return torch.nn.Parameter(made, flags.requires_grad)
+        return torch.nn.Parameter(tensor, flags.requires_grad)
     if flags.requires_grad:
-        made.requires_grad = True
-    return made
+        tensor.requires_grad = True
+    return tensor
 
 
 # The results of torch's rebuild functions, given the arguments of their calls -----------------------------------------
 
 
 def composite(builder: Builder, node: Composite) -> Any:
-    """A tensor that is made of other tensors: quantized, sparse, nested, of a subclass. They are made first."""
+    """A tensor made from other tensors: quantized, sparse, nested, of a subclass. Those are made first."""
     return _REBUILD[node.made.fn.name](builder, node, *node.made.args)
 
 
-def _from_type(builder: Builder, node: Any, function: Any, of: Any, args: Any, *state: Any) -> Any:
+def _from_type(builder: Builder, node: Any, function: Any, class_name: Any, args: Any, *state: Any) -> Any:
     """The result of another rebuild call, with a class and attributes."""
-    if function is REBUILD_JAGGED and str(of) == "torch.nested._internal.nested_tensor.NestedTensor":
+    if function is REBUILD_JAGGED and str(class_name) == "torch.nested._internal.nested_tensor.NestedTensor":
         return _jagged(builder, node, args[0])
-    cls = TENSOR_CLASSES.get(str(of))
+    cls = TENSOR_CLASSES.get(str(class_name))
     if cls is None:
-        return builder.refuse(node, f"a tensor of the class {of}")
+        return builder.refuse(node, f"a tensor of the class {class_name}")
 
-    def make(made: Any) -> Any:
-        return _with_attributes(builder, made if type(made) is cls else made.as_subclass(cls), *state)
+    def make(tensor: Any) -> Any:
+        return _with_attributes(builder, tensor if type(tensor) is cls else tensor.as_subclass(cls), *state)
 
     return builder.parts(node, (BUILDERS[function](args),), make)
 
 
-def _with_attributes(builder: Builder, made: Any, state: Any = None) -> Any:
-    """Sets the attributes that were set on a tensor, once they are made themselves."""
-    found = [part for part in (state if type(state) is tuple else (state,)) if isinstance(part, dict)]
-    attributes = [(key, value) for part in found for key, value in part.items()]
+def _with_attributes(builder: Builder, tensor: Any, state: Any = None) -> Any:
+    """Sets the attributes that a tensor had, once their values are made."""
+    states = [part for part in (state if type(state) is tuple else (state,)) if isinstance(part, dict)]
+    attributes = [(key, value) for part in states for key, value in part.items()]
     if any(type(key) is not str or key.startswith("__") for key, _ in attributes):
         what, why = "a tensor with attributes that have no plain names", "Setting them could change what it is."
         raise Corrupt(what, why)
 
     def later(of: Of) -> None:
         for key, value in attributes:
-            builder.guarded(key, lambda key=key, value=value: setattr(made, key, of(value)))  # type: ignore[misc]
+            builder.guarded(key, lambda key=key, value=value: setattr(tensor, key, of(value)))  # type: ignore[misc]
 
     builder.mapper.later(later)
-    return made
+    return tensor
 
 
-def _jagged(builder: Builder, node: Any, given: dict[str, Any]) -> Any:
+def _jagged(builder: Builder, node: Any, arguments: dict[str, Any]) -> Any:
     """A nested tensor of the jagged layout, from its values, the offsets of its parts and torch's cache."""
-    cache = given.get("_metadata_cache") or {}
-    tensors, others = {"values", "offsets", "lengths"}, {"_ragged_idx", "_metadata_cache", "requires_grad"}
-    if not isinstance(cache, dict) or not set(given) <= tensors | others:
+    cache = arguments.get("_metadata_cache") or {}
+    tensors, options = {"values", "offsets", "lengths"}, {"_ragged_idx", "_metadata_cache", "requires_grad"}
+    if not isinstance(cache, dict) or not set(arguments) <= tensors | options:
         return builder.refuse(node, "a jagged nested tensor with arguments that torch does not write")
-    parts = {name: _bare(given[name]) for name in given if name in tensors}
+    parts = {name: _bare(arguments[name]) for name in arguments if name in tensors}
 
-    def make(*made: Any) -> Any:
+    def make(*built: Any) -> Any:
         from torch.nested._internal.nested_tensor import NestedTensor
 
-        live = given | dict(zip(parts, made, strict=False))
-        live["_metadata_cache"] = dict(zip(cache, made[len(parts) :], strict=True))
+        live = arguments | dict(zip(parts, built, strict=False))
+        live["_metadata_cache"] = dict(zip(cache, built[len(parts) :], strict=True))
         return cast(Any, NestedTensor)(**live)
 
     return builder.parts(node, (*parts.values(), *map(_bare, cache.values())), make)
 
 
 def _bare(part: Any) -> Any:
-    """A tensor without its attributes, which on parts of a nested tensor are notes of torch's compiler."""
+    """A tensor without its attributes; on parts of a nested tensor they are notes of torch's compiler."""
     if isinstance(part, Composite) and is_from_type(part):
         return BUILDERS[part.made.args[0]](part.made.args[2])
     return part
@@ -302,8 +302,8 @@ def is_from_type(node: Composite) -> bool:
 
 
 def _parameter(builder: Builder, node: Any, data: Any, requires_grad: bool, hooks: Any, *state: Any) -> Any:
-    def make(made: Any) -> Any:
-        return _with_attributes(builder, torch.nn.Parameter(made, requires_grad), *state)
+    def make(tensor: Any) -> Any:
+        return _with_attributes(builder, torch.nn.Parameter(tensor, requires_grad), *state)
 
     return builder.parts(node, (data,), make)
 
@@ -317,57 +317,57 @@ def _quantized(
         raise BadTensor(f"a quantized tensor of shape {list(shape)} in a storage of {ref.storage.nbytes:,} bytes")
     tensors = [part for part in parameters if not isinstance(part, list)]
 
-    def make(storage: Any, *made: Any) -> Any:
-        live = iter(made)
-        whole = tuple(list(part) if isinstance(part, list) else next(live) for part in parameters)  # lists of numbers
+    def make(storage: Any, *built: Any) -> Any:
+        live = iter(built)
+        scheme = tuple(list(part) if isinstance(part, list) else next(live) for part in parameters)  # lists of numbers
         no_hooks: Any = collections.OrderedDict()
-        return untyped._utils._rebuild_qtensor(storage, offset, shape, stride, whole, rest[0], no_hooks)
+        return untyped._utils._rebuild_qtensor(storage, offset, shape, stride, scheme, rest[0], no_hooks)
 
     return builder.parts(node, (ref, *tensors), make)
 
 
 def _sparse(builder: Builder, node: Any, layout: Any, parts: Any) -> Any:
-    # torch.load does not check, and indices that point outside are followed all the same. On meta there is nothing to
+    # torch.load does not check, and indices that point outside are followed nevertheless. On meta there is nothing to
     # check.
     check, layout = not builder.storages.meta, layout_of(layout)
 
-    def make(*made: torch.Tensor) -> Any:
+    def make(*tensors: torch.Tensor) -> Any:
         if layout is torch.sparse_coo:
             coalesced = parts[3] if len(parts) > 3 else None
-            return untyped.sparse_coo_tensor(*made, node.shape, check_invariants=check, is_coalesced=coalesced)
-        return untyped.sparse_compressed_tensor(*made, node.shape, layout=layout, check_invariants=check)
+            return untyped.sparse_coo_tensor(*tensors, node.shape, check_invariants=check, is_coalesced=coalesced)
+        return untyped.sparse_compressed_tensor(*tensors, node.shape, layout=layout, check_invariants=check)
 
     return builder.parts(node, parts[: 2 if layout is torch.sparse_coo else 3], make)
 
 
 def _nested(builder: Builder, node: Any, *args: Any) -> Any:
-    def make(*made: torch.Tensor) -> Any:
+    def make(*tensors: torch.Tensor) -> Any:
         if not builder.storages.meta:
-            _check_nested(*made)
-        return untyped._nested_view_from_buffer(*made)
+            _check_nested(*tensors)
+        return untyped._nested_view_from_buffer(*tensors)
 
     return builder.parts(node, args, make)
 
 
 def _meta(builder: Builder, node: Any, dtype: Any, *rest: Any) -> Any:
-    return builder.parts(node, (dtype,), lambda made: untyped._utils._rebuild_meta_tensor_no_storage(made, *rest))
+    return builder.parts(node, (dtype,), lambda live: untyped._utils._rebuild_meta_tensor_no_storage(live, *rest))
 
 
 def _device_tensor(builder: Builder, node: Any, data: Any, dtype: Any, location: Any, requires_grad: Any) -> Any:
-    """A tensor that was on a device without storages, saved as numbers and the name of the device."""
+    """A tensor of a device without storages, which was saved as numbers and the device's name."""
 
-    def make(made: Any, kind: torch.dtype) -> Any:
-        here = (made if isinstance(made, torch.Tensor) else torch.from_numpy(made)).to(kind).contiguous()
-        there = builder.storages.restore(here.untyped_storage(), str(location))
-        moved = torch.empty(0, dtype=kind, device=there.device)
-        moved.set_(there, here.storage_offset(), here.shape, here.stride())
+    def make(source: Any, kind: torch.dtype) -> Any:
+        tensor = (source if isinstance(source, torch.Tensor) else torch.from_numpy(source)).to(kind).contiguous()
+        storage = builder.storages.restore(tensor.untyped_storage(), str(location))
+        moved = torch.empty(0, dtype=kind, device=storage.device)
+        moved.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         return moved.requires_grad_(requires_grad)
 
     return builder.parts(node, (data, dtype), make)
 
 
 def _check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor) -> None:
-    """Raises `BadTensor` unless every part of a nested tensor lies inside its buffer; torch itself does not look."""
+    """Raises `BadTensor` unless every part of a nested tensor lies inside its buffer; torch itself does not check."""
     if sizes.shape != strides.shape or sizes.dim() != 2 or offsets.shape != sizes.shape[:1]:
         raise BadTensor("a nested tensor whose sizes, strides and offsets do not match")
     for size, stride, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
@@ -376,8 +376,8 @@ def _check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tens
             raise BadTensor("a nested tensor whose sizes, strides or offsets are not numbers")
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         if 0 not in size and last >= buffer.numel():
-            whole = counted(buffer.numel(), "element")
-            raise BadTensor(f"a part of shape {size} of a nested tensor lies outside of its {whole}")
+            elements = counted(buffer.numel(), "element")
+            raise BadTensor(f"a part of shape {size} of a nested tensor lies outside of its {elements}")
 
 
 _REBUILD: dict[str, Callable[..., Any]] = {

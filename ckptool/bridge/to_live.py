@@ -1,6 +1,6 @@
-"""From a tree to live objects: one tensor, or all that `torch.load` would give.
+"""From a tree to live objects: one tensor, or all that `torch.load` would return.
 
-An object becomes what its own pickle would make; what is in none of our tables is refused by name, and never looked up.
+An object becomes what its pickle would make; what is in none of our tables is refused by name, and never looked up.
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ from ckptool.pickles.torch_objects import BUILDERS, dtype_of, storage_class
 def to_torch(entry: TensorEntry | Composite, device: Any = "cpu") -> torch.Tensor:
     """A new tensor with the entry's bytes, type, strides, flags and class, on `device`; nothing is mapped.
 
-    Of a plain entry only the part of the storage that it spans is read. Raises `UnsafeObject` for a subclass that is
+    For a plain entry only the part of the storage that it spans is read. Raises `UnsafeObject` for a subclass that is
     not torch's own.
     """
-    given = entry
+    original = entry
     if isinstance(entry, TensorEntry):
         verify(entry)
         start, stop = entry.span()
         part = Storage(subrange(entry.storage.data, start, stop - start), entry.location)
         entry = TensorEntry(part, entry.dtype, entry.shape, entry.stride, 0, entry.flags)
-    made: torch.Tensor = Builder(Checkpoint(entry, ""), Storages(device, map_files=False)).build()
-    if isinstance(given, TensorEntry):
-        check_files(given)
-    return made
+    tensor: torch.Tensor = Builder(Checkpoint(entry, ""), Storages(device, map_files=False)).build()
+    if isinstance(original, TensorEntry):
+        check_files(original)
+    return tensor
 
 
 def build(
     checkpoint: Checkpoint, map_location: Any = "cpu", *, mmap: bool = True, text: Callable[[bytes], Any] = bytes
 ) -> Any:
-    """The value that `torch.load` would give for this tree, without running anything that the file names.
+    """The value that `torch.load` would return for this tree, without running anything that the file names.
 
     map_location: as `torch.load` takes it (a device, a dictionary, a function; None: where the tensors were saved).
     mmap: map the file (privately: writes to the tensors do not reach it) instead of reading it, as
     `torch.load(mmap=True)` does. Nothing is read until it is used, checksums are not checked, and the file must not be
     cut short or overwritten while the tensors live.
-    text: makes something of Python 2's strings that are not UTF-8.
+    text: converts Python 2 strings that are not UTF-8.
     Raises `UnsafeObject` naming every object of an unknown class and where it is, `Unsupported` for a device that is
     not there.
     """
     storages = Storages(map_location, map_files=mmap)
-    if (found := load_plain(checkpoint, storages.device)) is not None:
-        return found
+    if (result := load_plain(checkpoint, storages.device)) is not None:
+        return result
     return Builder(checkpoint, storages, text).build()
 
 
 class Builder:
-    """Makes the live objects of one tree. What it does not know is collected and named at the end, all at once."""
+    """Makes the live objects of one tree. Unknown ones are collected and named together at the end."""
 
     def __init__(self, checkpoint: Checkpoint, storages: Storages, text: Callable[[bytes], Any] = bytes) -> None:
         self.checkpoint, self.storages, self.text = checkpoint, storages, text
@@ -79,9 +79,9 @@ class Builder:
         self.unknown: list[tuple[Any, str]] = []
 
     def build(self, *, is_own: bool = False) -> Any:
-        """The value of the tree. is_own: its objects are the caller's, and no file's: it is not judged."""
-        made = self.mapper.map(self.checkpoint.tree)
-        self.mapper.handlers = {}  # they refer to this builder: without them it ends with its last use, and the tensors
+        """The value of the tree. is_own: its objects are the caller's, not a file's, and are not judged."""
+        value = self.mapper.map(self.checkpoint.tree)
+        self.mapper.handlers = {}  # they refer to this builder; now its last use frees it, and the tensors
         if not is_own:
             thrown = uses(self.checkpoint.discarded)
             self.unknown += [(None, f"{use.name}, which is {use.how} and thrown away") for use in thrown]
@@ -89,10 +89,10 @@ class Builder:
                 self.unknown.append((None, f"{use.name} at {address(use.path) or 'the top'}"))
         if self.unknown:
             raise self.refusal()
-        return made
+        return value
 
     def refusal(self) -> UnsafeObject:
-        """The error for what was refused, with where it is, and advice to load a part that holds nothing unknown."""
+        """The error for what was refused, with its places, and advice to load a part without anything unknown."""
         from ckptool.pickles.reduce import places_in
 
         places = places_in(self.checkpoint.tree, {id(node) for node, _ in self.unknown})
@@ -114,21 +114,21 @@ class Builder:
         return UnsafeObject(what, why, f"{advice}See what is there: {command('inspect', input_of(source))}")
 
     def refuse(self, node: Any, name: str) -> Unknown:
-        """Stands something in for a node that is not made, and remembers what to call it."""
+        """A stand-in for a node that is not made, whose name is noted for the refusal."""
         self.unknown.append((node, name))
         return Unknown()
 
     def _handle(self, handler: Callable[[Builder, Any], Any], node: Any) -> Any:
-        """The answer of a handler for a node; its errors name the address of the node."""
+        """The handler's result for a node; its errors name the address of the node."""
         try:
             return handler(self, node)
         except CkptoolError as error:
-            place = next((address(path) for path, found in walk(self.checkpoint.tree) if found is node), "")
+            place = next((address(path) for path, candidate in walk(self.checkpoint.tree) if candidate is node), "")
             where = ": ".join(part for part in (str(self.checkpoint.source or ""), place) if part)
             raise (error.within(where) if where else error) from None
 
     def guarded(self, node: Any, make: Callable[[], Any]) -> Any:
-        """The result of `make`; raises `Corrupt` where torch refuses the description of a tensor."""
+        """The result of `make`; raises `Corrupt` where torch rejects the description of a tensor."""
         try:
             return make()
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
@@ -136,52 +136,52 @@ class Builder:
             raise Corrupt(f"torch cannot create {node!r}", why) from error
 
     def parts(self, node: Any, args: tuple[Any, ...], make: Callable[..., Any]) -> FromParts:
-        """`make` called with the live arguments of a tensor; where one of them is refused, so is the tensor."""
+        """The result of `make` with a tensor's live arguments; where one of them is refused, so is the tensor."""
 
-        def whole(parts: list[Any]) -> Any:
+        def make_checked(parts: list[Any]) -> Any:
             if any(isinstance(part, Unknown) for part in parts):
                 return Unknown()
             return self.guarded(node, lambda: make(*parts))
 
-        return FromParts(args, whole)
+        return FromParts(args, make_checked)
 
 
 class Unknown:
-    """Stands in for what is not made, until the refusal names it."""
+    """A stand-in for what is not made, until the refusal names it."""
 
 
 # Containers ----------------------------------------------------------------------------------------------------------
 
 
 def dictionary(_: Builder, node: dict[Any, Any]) -> FillLater:
-    """A dictionary; an `OrderedDict` with the attributes that were set on it (`_metadata` of a state dict)."""
+    """A dictionary; an `OrderedDict` with its attributes (`_metadata` of a state dict)."""
     if isinstance(node, OrderedDict):
         return _filled(collections.OrderedDict(), node, node.attributes)
     return _filled({}, node)
 
 
-def _filled(made: Any, items: Mapping[Any, Any] | None, attributes: Mapping[Any, Any] | None = None) -> FillLater:
-    """What is empty until its items and attributes are made themselves.
+def _filled(target: Any, items: Mapping[Any, Any] | None, attributes: Mapping[Any, Any] | None = None) -> FillLater:
+    """An empty object, filled once its items and attributes are made.
 
-    Raises `Conflict` where two keys became equal, `Corrupt` for a key that is not hashable, and for names of attributes
-    that are no texts.
+    Raises `Conflict` where two keys became equal, `Corrupt` for a key that is not hashable, and for attribute names
+    that are not text.
     """
 
     def fill_in(of: Of) -> None:
         for key, value in (items or {}).items():
             try:
-                made[of(key)] = of(value)
+                target[of(key)] = of(value)
             except TypeError:
                 what = f"a dictionary with a key of type {type(of(key)).__name__}, which is not hashable"
                 raise Corrupt(what) from None
-        if items and len(made) != len(items):
+        if items and len(target) != len(items):
             raise Conflict(f"a dictionary with keys that become equal when loaded ({summary(items)})")
         if attributes and not all(type(key) is str for key in attributes):
             raise Corrupt("attributes whose names are not strings")
         if attributes:
-            vars(made).update((key, of(value)) for key, value in attributes.items())
+            vars(target).update((key, of(value)) for key, value in attributes.items())
 
-    return FillLater(made, fill_in)
+    return FillLater(target, fill_in)
 
 
 def set_of(_: Builder, node: Set) -> FromParts:
@@ -215,7 +215,7 @@ NAMES: dict[str, Any] = {
 
 
 def named(builder: Builder, name: Global) -> Any:
-    """The meaning of a name by itself: an element type or other constant of torch, or a class of a table."""
+    """What a name by itself means: an element type or other constant of torch, or a class of a table."""
     dtype = dtype_of(name)
     if dtype is not None:
         return torch_dtype(dtype)
@@ -231,8 +231,8 @@ def named(builder: Builder, name: Global) -> Any:
 # Objects --------------------------------------------------------------------------------------------------------------
 
 
-def known(builder: Builder, node: Object) -> Any:
-    """An object of a class that is in a table of ours; any other is refused."""
+def object_of(builder: Builder, node: Object) -> Any:
+    """An object of a class in one of our tables; any other is refused."""
     word, args = value_word(node.fn), node.args
     if node.how == "persistent" or node.kwargs:
         return builder.refuse(node, f"an object of {node.name}")
@@ -242,11 +242,11 @@ def known(builder: Builder, node: Object) -> Any:
         return _numpy_type(array_type(node))
     if word in ("array", "array scalar"):
         try:
-            found = array(node)
+            content = array(node)
         except Unsupported as error:
             return builder.refuse(node, error.what)
-        if found is not NotImplemented:
-            return _numpy_array(found) if word == "array" else _numpy_array(found)[()]
+        if content is not NotImplemented:
+            return _numpy_array(content) if word == "array" else _numpy_array(content)[()]
     if word == "uninitialized" and node.state is MISSING and all(type(arg) is bool for arg in args):
         return builder.guarded(node, lambda: getattr(torch.nn.parameter, node.fn.name)(*args))
     is_torch = type(node.fn) is Global and node.fn in BUILDERS and node.fn.module.startswith("torch")
@@ -257,8 +257,8 @@ def known(builder: Builder, node: Object) -> Any:
         return builder.refuse(node, f"an object of {node.name}{' with other contents than it writes' if word else ''}")
     match word:
         case "namespace":
-            made = argparse.Namespace() if canonical(node.fn) == "argparse.Namespace" else types.SimpleNamespace()
-            return _filled(made, {}, value)
+            namespace = argparse.Namespace() if canonical(node.fn) == "argparse.Namespace" else types.SimpleNamespace()
+            return _filled(namespace, {}, value)
         case "counter":
             return _filled(collections.Counter(), value)
         case "defaultdict":
@@ -284,15 +284,15 @@ def known(builder: Builder, node: Object) -> Any:
     return copy_tuple(value) if type(value) is tuple else FromParts((value,), lambda parts: parts[0])
 
 
-def _numpy_array(found: Array) -> Any:
-    """A new array, in the byte order that it was saved in; there are no Python objects in it."""
+def _numpy_array(source: Array) -> Any:
+    """A new array in the byte order in which it was saved; it holds no Python objects."""
     import numpy
 
-    kind = _numpy_type(found.type)
-    order: Literal["F", "C"] = "F" if found.fortran else "C"
-    if not found.data:
-        return numpy.zeros(found.shape, kind, order=order)
-    return numpy.frombuffer(bytearray(bytes(found.data)), kind).reshape(found.shape, order=order)
+    kind = _numpy_type(source.type)
+    order: Literal["F", "C"] = "F" if source.fortran else "C"
+    if not source.data:
+        return numpy.zeros(source.shape, kind, order=order)
+    return numpy.frombuffer(bytearray(bytes(source.data)), kind).reshape(source.shape, order=order)
 
 
 def _numpy_type(kind: ArrayType) -> Any:
@@ -308,7 +308,7 @@ def _numpy_type(kind: ArrayType) -> Any:
     return numpy.dtype(f"{order}{kind.code}{unit}")
 
 
-# Which of them makes what ---------------------------------------------------------------------------------------------
+# Handlers by type -----------------------------------------------------------------------------------------------------
 
 _HANDLERS: Mapping[type, Callable[[Builder, Any], Any]] = {
     TensorEntry: lambda builder, node: builder.guarded(node, lambda: tensors.strided(builder, node)),
@@ -320,7 +320,7 @@ _HANDLERS: Mapping[type, Callable[[Builder, Any], Any]] = {
     bytearray: lambda _, node: bytearray(node),
     ByteString: lambda builder, node: builder.text(node),
     Global: named,
-    Object: known,
+    Object: object_of,
 }
 
 
@@ -328,9 +328,9 @@ _HANDLERS: Mapping[type, Callable[[Builder, Any], Any]] = {
 
 
 def load_plain(checkpoint: Checkpoint, device: torch.device | None) -> dict[str, Any] | None:
-    """The tensors of a plain safetensors file on an accelerator, by safetensors' own reader, where that is quicker.
+    """The tensors of a plain safetensors file on an accelerator, by safetensors' own reader, where that is faster.
 
-    None where it is not, or cannot do it: then our own way is taken.
+    None where it is not, or cannot do it: then our own reader is used.
     """
     source, tree = checkpoint.source, checkpoint.tree
     if device is None or device.type not in ("cuda", "mps") or not isinstance(source, Source):
@@ -355,11 +355,11 @@ def load_plain(checkpoint: Checkpoint, device: torch.device | None) -> dict[str,
         fd = source.descriptor()
         with safe_open(f"/dev/fd/{fd}", "pt", name, backend="pread") as file:
             if way == "get_tensors":
-                found = file.get_tensors()
+                entries = file.get_tensors()
             else:
                 with file.prefetch() as loader:
-                    found = dict(loader)
-    except (SafetensorError, RuntimeError, TypeError, OSError):  # whatever it is, our own way names it, or can do it
+                    entries = dict(loader)
+    except (SafetensorError, RuntimeError, TypeError, OSError):  # whatever it is, our own reader names it, or copes
         return None
     source.check_unchanged()
-    return {name: found[name] for name in tree} if found.keys() == tree.keys() else None
+    return {name: entries[name] for name in tree} if entries.keys() == tree.keys() else None

@@ -1,7 +1,7 @@
 """The user's own code, named as `file.py:NAME` or `module:NAME`: imported only because it was named, and called under
 its own name.
 
-What it raises comes back as one error that holds its traceback, so that nobody takes it for ckptool's.
+What it raises becomes one error that contains its traceback, so that nobody takes it for ckptool's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptool.errors import CkptoolError, TextLines, UsageError, UserCodeFailed, 
 
 
 def import_user_code(name: str, what: str) -> Any:
-    """The thing that `file.py:NAME` or `module:NAME` stands for. what: what it is for, in the messages.
+    """The object that `file.py:NAME` or `module:NAME` names. what: what it is for, in messages.
 
     Raises `UsageError` for a name that leads nowhere, `UserCodeFailed` where the module raises.
     """
@@ -28,9 +28,9 @@ def import_user_code(name: str, what: str) -> Any:
         if place.endswith(".py"):
             module = _from_file(place, what)
         else:
-            here = absolute(os.curdir)
-            if here not in sys.path:
-                sys.path.insert(0, here)  # named by the user, who is in this folder
+            folder = absolute(os.curdir)
+            if folder not in sys.path:
+                sys.path.insert(0, folder)  # the user, who is in this folder, named it
             module = importlib.import_module(place)
     except CkptoolError:
         raise
@@ -39,13 +39,13 @@ def import_user_code(name: str, what: str) -> Any:
             raise UsageError(f"{what}: there is no module {place}", "It was given as your own code.") from error
         raise _failed(what, name, error) from error
     if not hasattr(module, attribute):
-        public = sorted(each for each in vars(module) if not each.startswith("_"))
+        public = sorted(member for member in vars(module) if not member.startswith("_"))
         raise UsageError(f"{what}: {place} has no {attribute}", f"It has: {listed(public, 12)}.")
     return getattr(module, attribute)
 
 
 def call_user_code(function: Any, what: str, name: str, *args: Any, **kwargs: Any) -> Any:
-    """The result of a call of the user's function; what it raises comes with its traceback."""
+    """The result of the user's function; an error that it raises includes its traceback."""
     try:
         return function(*args, **kwargs)
     except CkptoolError:
@@ -58,9 +58,9 @@ def _from_file(place: str, what: str) -> Any:
     name, path = f"_ckptool_user_{os.path.splitext(os.path.basename(place))[0]}", absolute(place)
     folder = os.path.dirname(path)
     _set_apart(folder)
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == path:
-        return known
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == path:
+        return loaded
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not os.path.isfile(place):
         if os.path.exists(place):
@@ -72,7 +72,7 @@ def _from_file(place: str, what: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]  # half of it is no module to be found again
+        del sys.modules[name]  # a module that is only half executed must not be found again
         raise
     finally:
         if folder in sys.path:
@@ -85,25 +85,25 @@ _ASIDE: dict[str, dict[str, Any]] = {}  # folder -> its modules, while those of 
 
 
 def _set_apart(folder: str) -> None:
-    """Lets code in a folder import what lies beside it; modules of the same names from other folders are put aside.
+    """Lets code in a folder import its neighbours; modules of the same names from other folders are set aside.
 
-    One folder is in use at a time: that of the code that was named last. So two runs in one process never mix.
+    One folder is in use at a time, that of the code named last, so that two runs in one process never mix.
     """
     if folder not in sys.path or folder in _ADDED:
-        sys.path[:] = [each for each in sys.path if each not in _ADDED]
-        _ADDED[:] = [folder, *(each for each in _ADDED if each != folder)]
+        sys.path[:] = [path for path in sys.path if path not in _ADDED]
+        _ADDED[:] = [folder, *(path for path in _ADDED if path != folder)]
         sys.path += _ADDED
-    own = _ASIDE.setdefault(folder, {})
+    modules = _ASIDE.setdefault(folder, {})
     for name, module in list(sys.modules.items()):
         file, beside = getattr(module, "__dict__", {}).get("__file__"), os.path.join(folder, name.partition(".")[0])
         if not isinstance(file, str) or name == "__main__":
             continue
-        # Where it is found: beside its package, for a module within one.
+        # The folder that contains it, or its top package.
         home = file.removesuffix(os.sep + "__init__.py").rsplit(os.sep, name.count(".") + 1)[0]
         if home in _ASIDE and home != folder and (os.path.lexists(beside) or os.path.lexists(f"{beside}.py")):
             _ASIDE[home][name] = sys.modules.pop(name)
-    sys.modules.update(own)
-    own.clear()
+    sys.modules.update(modules)
+    modules.clear()
     importlib.invalidate_caches()
 
 

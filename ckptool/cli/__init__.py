@@ -145,8 +145,8 @@ def _run(words: list[str], done: list[Json]) -> int:
 
 
 def _told(error: Exception, results: list[Json]) -> int:
-    """Prints an error in its three parts, as text, JSON or Markdown, and returns its exit code; as JSON with what was
-    done before it. Where standard output takes nothing, standard error has it."""
+    """Prints an error in its three parts, as text, JSON or Markdown, and returns its exit code; as JSON with the
+    results before it. Where standard output takes nothing, standard error has it."""
     problem: CkptoolError = in_words(error)
     as_text = error_text(problem, style_of(sys.stderr))
     form = "text" if isinstance(problem, LostAnswer) else FORM.get()
@@ -231,7 +231,7 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
 def _summed(
     results: Iterator[Any], files: int, outcomes: tuple[str, str, str], style: Style | None, quiet: bool
 ) -> Iterator[Answer | CkptoolError]:
-    """The answers on several files, then a line that says how many went how.  words: for those that are fine, that have
+    """The answers on several files, then a line that counts them.  outcomes: words for those that are fine, that have
     findings, that failed."""
     counts = [0, 0, 0]
     for result in results:

@@ -40,7 +40,7 @@ from ckptool.errors import (
 from ckptool.formats.nested_streams import MAX_NESTING, builders_at
 from ckptool.pickles.calls import uses
 from ckptool.pickles.decode import Decoded, decode, decode_lazily, no_storage, protocol_notes, skeleton
-from ckptool.pickles.strings import whole
+from ckptool.pickles.strings import unstub
 from ckptool.pickles.torch_objects import StorageView, storage_class
 
 NAME = "torch-legacy"
@@ -252,7 +252,7 @@ def class_of(parts: tuple[Any, ...]) -> Global:
 
 def as_text(value: Any) -> Any:
     """Texts of a persistent id, which Python 2 and `encoding="bytes"` may have made bytes."""
-    value = whole(value)
+    value = unstub(value)
     return value.decode("ascii", "backslashreplace") if isinstance(value, bytes) else value
 
 

@@ -1,8 +1,8 @@
-"""What known functions and classes may be called with: the words in which the table of `known` says it.
+"""Rules for the arguments of known functions and classes, for the table of `known`.
 
-Most rows say how many arguments (`every`, `up_to`, `exactly`) and by a word of which kind each is; where arguments
-depend on each other, a rule looks at all of them. What is inside of them (names, objects, further calls) is judged
-where it stands, by `calls`.
+Most rows give the number of arguments (`every`, `up_to`, `exactly`) and the kind of each by a word; where arguments
+depend on each other, a rule looks at all of them. What is inside the arguments (names, objects, further calls) is
+judged where it is, by `calls`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Rule = Callable[[Arguments], bool]  # for all arguments of a call
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, ByteString, LongValue})
 _SEQUENCES = (list, tuple, Set)
 
-# How many arguments, and each of what kind ---------------------------------------------------------------------------
+# How many arguments, and of what kind --------------------------------------------------------------------------------
 
 Word = Literal[
     "anything", "scalar", "sequence", "pairs", "content", "number", "path", "codec", "in date", "constant",
@@ -48,45 +48,45 @@ none = up_to()
 
 
 def _is_kind(word: Word, arg: Any) -> bool:
-    """True for an argument of the kind that the word stands for."""
+    """True for an argument of the kind that the word means."""
     match word:
-        case "anything":  # what is in it is judged where it stands
+        case "anything":  # its contents are judged where they are
             return True
         case "scalar":  # a number, a text, None
             return type(arg) in _SCALARS
-        case "sequence":  # anything else would be asked for its items
+        case "sequence":  # of anything else, iteration would run code
             return isinstance(arg, _SEQUENCES)
-        case "pairs":  # a dictionary, too; one with attributes of its own may have a `keys` that is called
+        case "pairs":  # or a dictionary; but one with attributes may have a `keys` that would be called
             return isinstance(arg, (dict, *_SEQUENCES)) and not (isinstance(arg, OrderedDict) and arg.attributes)
         case "content":  # of bytes: a number would be a size to allocate
             return isinstance(arg, (str, bytes, LongValue, *_SEQUENCES))
-        case "number" if type(arg) in (str, bytes):  # its text, which is not so long that reading it takes for ever
+        case "number" if type(arg) in (str, bytes):  # its text, if not so long that parsing it takes for ever
             text = re.fullmatch(_NUMBER, _as_text(arg), re.IGNORECASE | re.ASCII) if len(arg) <= 400 else None
             return text is not None and abs(int(text[1] or 0)) <= 9_999  # its exponent
         case "number":
             return type(arg) in (bool, int, float, complex)
         case "path":  # or the name of a logger
             return isinstance(arg, (str, bytes)) and len(arg) <= 4_096
-        case "codec":  # a usual one, none that runs its own code; or what it does with what it cannot read
+        case "codec":  # a common one that runs no code of its own; or an error handler
             return type(arg) is str and arg.lower() in _CODECS
-        case "in date":  # a number, bytes, a time zone, a difference of times
+        case "in date":  # a number, bytes, a time zone, a timedelta
             return type(arg) in _SCALARS or (isinstance(arg, Object) and _module(arg) == "datetime")
-        case "constant":  # what has a class that can be spelled in no other way: `type(None)`, `type(...)`
+        case "constant":  # an object whose class has no other spelling: `type(None)`, `type(...)`
             return arg is None or (type(arg) is Global and arg.name in ("Ellipsis", "NotImplemented"))
-        case "expression":  # a regular one; Python goes through every character of its ranges where it ignores case
+        case "expression":  # a regular one; Python enumerates the characters of its ranges where it ignores case
             if not isinstance(arg, (str, bytes)) or len(arg) > 1_000:
                 return False
             pattern = _as_text(arg)
             return (pattern.isascii() and "\\u" not in pattern.lower()) or pattern.count("-") <= 64
         case "device":  # or its name
             return type(arg) is str or _is_torch_value(arg)
-        case "attributes":  # names and values; none that Python gives a meaning
+        case "attributes":  # names and values, no name with a meaning to Python
             return type(arg) is dict and all(type(name) is str for name in arg) and not _dunder(arg)
         case "class of arrays":  # of numpy's, in memory
             return type(arg) is Global and arg.name in ("ndarray", "matrix", "recarray", "chararray")
         case "class of tensordict":
             return type(arg) is Global and arg.module.startswith("tensordict.")
-        case "of random":  # the name of a bit generator of numpy's, its class or itself, and the function that makes it
+        case "of random":  # numpy's bit generators: a name, a class, an object, and the function that makes one
             module = arg.module if type(arg) is Global else _module(arg) if isinstance(arg, Object) else ""
             return type(arg) in _SCALARS or isinstance(arg, tuple) or module.startswith("numpy.random")
 
@@ -129,17 +129,17 @@ def _is_plain(value: Any) -> bool:
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """What is in containers and no scalar or tensor; a container that is left, as it has attributes or too many parts.
+    """What containers hold besides scalars and tensors; and a container that has attributes or too many parts, itself.
 
-    Not written with `visit`: every rebuild call comes here, and only so many parts are looked at.
+    Not written with `visit`: every rebuild call comes here, and only a limited number of parts is looked at.
     """
-    stack, left = [value], _MOST_PARTS
+    stack, budget = [value], _MOST_PARTS
     while stack:
         part = stack.pop()
         if isinstance(part, _CONTAINERS):
             inside = part.items if isinstance(part, Set) else part
-            left -= 1 + len(inside)
-            if left < 0 or (isinstance(part, OrderedDict) and part.attributes):
+            budget -= 1 + len(inside)
+            if budget < 0 or (isinstance(part, OrderedDict) and part.attributes):
                 yield part
                 return
             inside = [*inside.keys(), *inside.values()] if isinstance(inside, dict) else inside
@@ -162,18 +162,18 @@ def type_expression(args: Arguments) -> bool:
     """`typing.Dict[str, int]`, `int | None`: names, None, and such expressions, in tuples and lists."""
     stack: list[Any] = list(args)
     literal = bool(args) and _name(args[0]) == "typing.Literal"
-    left = _MOST
+    budget = _MOST
     while stack:
         part = stack.pop()
         if isinstance(part, (tuple, list)):
-            left -= 1 + len(part)
-            if left < 0:
+            budget -= 1 + len(part)
+            if budget < 0:
                 return False
             stack += part
         elif isinstance(part, Object):
             if _name(part.fn) not in _EXPRESSIONS or part.state is not MISSING:
                 return False
-        elif type(part) is str:  # which is evaluated by those who ask what type it is
+        elif type(part) is str:  # a forward reference, which is evaluated when it is resolved
             if not literal and not part.replace(".", "").isidentifier():
                 return False
         elif not (part is None or type(part) is Global or (literal and type(part) in _SCALARS)):
@@ -196,15 +196,14 @@ _EXPRESSIONS = frozenset(
 def getattr_of_known(args: Arguments) -> bool:
     """`getattr(torch._C._VariableFunctionsClass, "relu")`, a function of torch's own; or a method of a module."""
     match args:
-        case (Global() as of, str(name)) if name.isidentifier() and not name.startswith("__"):
-            return str(of) == "torch._C._VariableFunctionsClass" and name.rstrip("_") in _FUNCTIONS
-        case (Object(how="new", args=()) as of, str(name)) if name.isidentifier() and not name.startswith("__"):
-            return _module(of).startswith("torch.nn.modules.")
+        case (Global() as owner, str(name)) if name.isidentifier() and not name.startswith("__"):
+            return str(owner) == "torch._C._VariableFunctionsClass" and name.rstrip("_") in _FUNCTIONS
+        case (Object(how="new", args=()) as owner, str(name)) if name.isidentifier() and not name.startswith("__"):
+            return _module(owner).startswith("torch.nn.modules.")
     return False
 
 
-# torch's functions of tensors that models hold as their activation; `torch.from_file`, which makes files, is in the
-# same class.
+# torch's functions that models hold as activations; `torch.from_file`, which creates files, is in the same class.
 _FUNCTIONS = frozenset(
     "abs add cat celu clamp cos dropout elu exp gelu hardshrink log logit log_softmax matmul max mean min mul prelu"
     " relu relu6 rrelu selu sigmoid sign sin softmax sqrt square sub sum tan tanh threshold".split()
@@ -217,13 +216,13 @@ _FUNCTIONS = frozenset(
 def of_tensors(args: Arguments) -> bool:
     """Arguments of tensors: storages, tensors, sizes, numbers, element types, arrays.
 
-    Of anything else torch would ask for attributes and methods (`data.detach()`), and call what it is given.
+    On anything else torch would look up attributes and methods (`data.detach()`) and call them.
     """
     return all(type(part) is Global or _is_torch_value(part) or _is_tensor_call(part) for part in _inside(args))
 
 
 def _is_tensor_call(part: Any) -> bool:
-    """True for calls that stand for a tensor, an array, a storage or a dictionary, and were not understood as one."""
+    """True for a call of a tensor, an array, a storage or a dictionary that no builder understood."""
     if not isinstance(part, Object):
         return False
     module = _module(part)
@@ -237,11 +236,11 @@ def _is_tensor_call(part: Any) -> bool:
     )
 
 
-def without_hooks(at: int) -> Rule:
-    """Arguments of tensors, no backward hooks at this place, which torch calls when it computes gradients, and behind
-    it a state that sets no attribute that a tensor has."""
+def without_hooks(index: int) -> Rule:
+    """Arguments of tensors; at this index no backward hooks, which torch would call when it computes gradients; and
+    after it a state that sets no attribute that tensors have."""
     return lambda args: (
-        of_tensors(args[:at]) and all(map(no_hooks, args[at : at + 1])) and new_attributes(args[at + 1 :])
+        of_tensors(args[:index]) and all(map(no_hooks, args[index : index + 1])) and new_attributes(args[index + 1 :])
     )
 
 
@@ -254,7 +253,7 @@ def no_hooks(hooks: Any) -> bool:
 
 
 def rebuild_and_class(args: Arguments) -> bool:
-    """`_rebuild_from_type_v2(function, class, arguments, state)`: calls the function, views the result as the class."""
+    """`_rebuild_from_type_v2(function, class, arguments, state)`: calls the function, casts the result to the class."""
     match args:
         case (Global(module=module, name=name), Global(), tuple(inner), *state) if len(state) <= 1:
             rebuilds = module in _REBUILDERS and name.startswith("_rebuild_")
@@ -263,9 +262,9 @@ def rebuild_and_class(args: Arguments) -> bool:
 
 
 def new_attributes(states: Arguments) -> bool:
-    """True if a state sets no attribute that a tensor has: `data` would change its values, `__class__` what it is.
+    """True if a state sets no attribute that tensors have: `data` would change its values, `__class__` its type.
 
-    A state is a dictionary, or two; others are for `__setstate__` of classes that have one.
+    A state is a dictionary or a pair of them; others are for classes with `__setstate__`.
     """
     pairs = (state if type(state) is tuple and len(state) == 2 else (state,) for state in states)
     return not any(
@@ -281,8 +280,8 @@ def _dunder(names: Iterable[Any]) -> bool:
     return any(type(name) is str and name.startswith("__") for name in names)
 
 
-# those that can be set, but for `requires_grad`, which torch writes so itself. Source: torch 2.13, torch/_tensor.py
-# and torch/csrc/autograd/python_variable.cpp
+# The attributes that can be set, except `requires_grad`, which torch itself writes this way. Source: torch 2.13,
+# torch/_tensor.py and torch/csrc/autograd/python_variable.cpp
 _OF_TENSORS = frozenset(
     "data grad _grad grad_dtype real imag names volatile _backward_hooks _post_accumulate_grad_hooks".split()
 )
@@ -290,7 +289,7 @@ _REBUILDERS = ("torch._utils", "torch.nested._internal.nested_tensor")
 
 
 def class_first(args: Arguments) -> bool:
-    """`_rebuild_wrapper_subclass(class, …)`: a class by name, judged where it stands, and facts of a tensor."""
+    """`_rebuild_wrapper_subclass(class, …)`: a class by name, judged where it is, and facts of a tensor."""
     return bool(args) and type(args[0]) is Global and of_tensors(args[1:])
 
 
@@ -306,9 +305,9 @@ def same_application(node: Object) -> bool:
 
 
 def few_layers(node: Object) -> bool:
-    """False for a module of more layers than any has: a recurrent one goes through them when its state is set.
+    """False for a module with impossibly many layers: a recurrent one loops over them when its state is set.
 
-    And for a state that is not attributes by their names, as that of every layer is.
+    Also for a state that is not a dictionary of attributes, which every layer has.
     """
     state = node.state
     if not isinstance(state, dict):
@@ -318,11 +317,11 @@ def few_layers(node: Object) -> bool:
     return named and (type(layers) is not int or layers <= 10_000)
 
 
-_MOST_ATTRIBUTES = 1_000  # of one module: each object looks at all of its own
+_MOST_ATTRIBUTES = 1_000  # of one module: every one of each object is looked at
 
 
 def generated(node: Object) -> bool:
-    """Whether a `random.Random` has the state that Python gives it: a version, 625 numbers, a number or None."""
+    """True for the state that Python gives a `random.Random`: a version, 625 numbers, a number or None."""
     match node.state:
         case tuple((_, tuple(numbers), _)):
             return len(numbers) == 625 and all(type(number) is int for number in numbers)
@@ -330,7 +329,7 @@ def generated(node: Object) -> bool:
 
 
 def seeded(node: Object) -> bool:
-    """Whether a `torch.Generator` has the state that torch gives it: its seed, its offset, its bytes."""
+    """True for the state that torch gives a `torch.Generator`: its seed, its offset, its bytes."""
     match node.state:
         case tuple((seed, offset, TensorEntry(shape=(_,)) as state)):
             return state.dtype.name == "u8" and type(seed) is int and (offset is None or type(offset) is int)
@@ -338,9 +337,9 @@ def seeded(node: Object) -> bool:
 
 
 def packed(node: Object) -> bool:
-    """Whether parameters packed by a backend have the state of their class (ATen/native/quantized).
+    """True for parameters packed by a backend with the state of their class (ATen/native/quantized).
 
-    In a pickled module it stands in a `torch.ScriptObject` with the name of the class.
+    In a pickled module they are in a `torch.ScriptObject` with the name of the class.
     """
     state, name = node.state, _name(node.fn)
     if name == "torch.ScriptObject":
@@ -350,7 +349,7 @@ def packed(node: Object) -> bool:
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """True for a value as a pattern says: types, tuples and lists of just such parts; `None` for a tensor or None."""
+    """True for a value that matches a pattern of types, tuples and lists; `None` matches a tensor or None."""
     if isinstance(kind, (tuple, list)):
         same = type(value) is type(kind) and len(value) == len(kind)
         return same and all(map(_is_of, value, kind))

@@ -1,10 +1,10 @@
-"""The judgement on what loading a tree with `pickle` would run, which `scan`, `inspect`, `load` and every writer ask.
+"""The judgement on what loading a tree with `pickle` would run, used by `scan`, `inspect`, `load` and every writer.
 
-Everything in a tree is one of three. *Inert*: in the table of `known`, used as the table says, and so is all that is
-in it. *Custom*: an object of somebody's own class, made without arguments, filled with a state of plain values,
+Everything in a tree is one of three. *Inert*: in the table of `known`, used as the table says, and with only inert
+contents. *Custom*: an object of somebody's own class, made without arguments, filled with a state of plain values,
 tensors and further such objects; loading it imports the class and sets the state. *Unknown*: anything else, wherever
-it hides: calls, constructor arguments, names that stand by themselves, names of Python's own modules or of a known
-library that are not listed.
+it hides: calls, constructor arguments, names by themselves, names of Python's own modules or of a known library that
+are not listed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ckptool.pickles.known import NOWHERE, Kind, is_own, kind_of
 CUSTOM, UNKNOWN = "custom", "unknown"
 CALLED, MADE, NAMED = "called", "made", "named"
 
-Trail = tuple[Any, Any] | None  # where something is: the trail of what it is in, and its key or index there
+Trail = tuple[Any, Any] | None  # where something is: the trail of its container, and its key or index there
 
 
 class NameUse(NamedTuple):
-    """A name that is not inert where it stands.
+    """A name that is not inert where it is.
 
     how: `called` (a call, or a class with arguments), `made` (an object), `named` (by itself).
 
@@ -50,11 +50,11 @@ class NameUse(NamedTuple):
 
 
 def uses(root: Any) -> Iterator[NameUse]:
-    """Everything in a tree that is not inert, in order; each object once, or twice where it is also an argument."""
-    # Each part with its place and its role; nothing recurses. Not written with `visit`, as a part is looked at again
-    # where it is an argument too.
+    """Everything in a tree that is not inert, in order; each object once, or twice if it is also an argument."""
+    # Each part with its place and its role; nothing recurses. Not written with `visit`, since a part is looked at again
+    # where it is also an argument.
     seen: tuple[set[int], set[int]] = (set(), set())  # as a value, as an argument
-    given: set[tuple[int, int, bool]] = set()  # arguments, from where on they are a state, and as what
+    judged: set[tuple[int, int, bool]] = set()  # arguments, the index from which they are a state, and the role
     stack: list[_Step] = [(root, None, False)]
     while stack:
         node, trail, argument = stack.pop()
@@ -71,13 +71,13 @@ def uses(root: Any) -> Iterator[NameUse]:
             continue
         yield from _judged(node, trail, argument)
         steps: list[_Step] = []
-        of = _class_of(node.fn)
-        kind = kind_of(of)
-        if type(node.fn) is not Global and kind is None and not is_own(of):
+        cls = _class_of(node.fn)
+        kind = kind_of(cls)
+        if type(node.fn) is not Global and kind is None and not is_own(cls):
             steps.append((node.fn, trail, True))
         state_at = kind.state_at if kind is not None else NOWHERE
-        if (call := (id(node.args), state_at, argument)) not in given:  # the same may be given again and again
-            given.add(call)
+        if (call := (id(node.args), state_at, argument)) not in judged:  # many calls may share one tuple
+            judged.add(call)
             for index, arg in enumerate(node.args if isinstance(node.args, tuple) else (node.args,)):
                 if type(arg) in _LOOKED_INTO:
                     steps.append((arg, trail, argument or index < state_at))
@@ -94,12 +94,12 @@ def is_inert(root: Any) -> bool:
 
 
 def is_quiet(node: Object) -> bool:
-    """True if an object itself is inert; what is in it is another matter."""
+    """True if an object itself is inert, whatever it contains."""
     return next(_judged(node, None, False), None) is None
 
 
 def stands_alone(name: Global) -> bool:
-    """True for a name that is listed as one that may stand by itself."""
+    """True for a name that the table allows by itself."""
     return (kind := kind_of(name)) is not None and kind.stands
 
 
@@ -120,12 +120,12 @@ def _of_container(node: Any, trail: Trail, argument: bool) -> list[_Step]:
 
 
 def _class_of(fn: Any) -> Any:
-    """The callable of an object, a nested class as one name; protocols below 4 spell it `getattr(Outer, "Inner")`."""
+    """An object's callable, with a nested class as one name; protocols below 4 write it `getattr(Outer, "Inner")`."""
     inner: list[str] = []
     while isinstance(fn, Object) and fn.how == "call" and str(fn.fn) in ("__builtin__.getattr", "builtins.getattr"):
         match fn.args:
-            case tuple((of, str(part))) if part.isidentifier():
-                fn = of
+            case tuple((outer, str(part))) if part.isidentifier():
+                fn = outer
                 inner.append(part)
             case _:
                 break
@@ -133,24 +133,24 @@ def _class_of(fn: Any) -> Any:
 
 
 def _judged(node: Object, trail: Trail, argument: bool) -> Iterator[NameUse]:
-    """The use of the class of an object, whatever is in it. Arguments are used during a call: they must be inert."""
-    of, bare = _class_of(node.fn), node.how == "new" and not node.args and not node.kwargs
-    kind = kind_of(of)
+    """The use of an object's class, whatever it contains. Arguments are used during a call, so they must be inert."""
+    cls, bare = _class_of(node.fn), node.how == "new" and not node.args and not node.kwargs
+    kind = kind_of(cls)
     fits = kind is not None and _fits(kind, node, bare)
     if kind is not None and fits and not kind.custom:
         return
-    custom = fits or (bare and is_own(of))
+    custom = fits or (bare and is_own(cls))
     verdict = CUSTOM if custom and not argument and _plain_slots(node) else UNKNOWN
-    name = str(of) if custom else node.name
+    name = str(cls) if custom else node.name
     yield NameUse(verdict, MADE if bare and (custom or kind is None) else CALLED, name, trail)
-    for method, given in (("__setitem__", node.items), ("add" if node.adds else "extend", node.elements)):
-        if custom and given:
+    for method, contents in (("__setitem__", node.items), ("add" if node.adds else "extend", node.elements)):
+        if custom and contents:
             yield NameUse(verdict, CALLED, f"{name}.{method}", trail)
 
 
 def _fits(kind: Kind, node: Object, bare: bool) -> bool:
     """True if a listed name is used as the table says."""
-    made = (bare and kind.empty) or (
+    may_make = (bare and kind.empty) or (
         node.how != "persistent"
         and not node.kwargs
         and kind.called is not None
@@ -158,7 +158,7 @@ def _fits(kind: Kind, node: Object, bare: bool) -> bool:
         and kind.called(node.args)
     )
     return (
-        made
+        may_make
         and (kind.items or node.items is None)
         and (kind.elements or node.elements is None)
         and (kind.state or node.state is MISSING or not node.state)
@@ -167,7 +167,7 @@ def _fits(kind: Kind, node: Object, bare: bool) -> bool:
     )
 
 
-_MOST_ARGUMENTS = 32  # more than anything known takes: each call looks at all of its own
+_MOST_ARGUMENTS = 32  # more than anything known takes: every one of each call is looked at
 
 
 def _plain_slots(node: Object) -> bool:
@@ -178,7 +178,7 @@ def _plain_slots(node: Object) -> bool:
     return True
 
 
-_MOST_SLOTS = 64  # of one class: each of its objects looks at all of them
+_MOST_SLOTS = 64  # of one class: every one of each object is looked at
 
 
 DISCARDED = "(made and thrown away)"
@@ -187,33 +187,33 @@ SETSTATE = ".__setstate__"
 
 
 def uses_of(checkpoint: Checkpoint) -> tuple[tuple[NameUse, str], ...]:
-    """Everything in a checkpoint that is not inert, with the nearest address; last what the file throws away."""
+    """Everything in a checkpoint that is not inert, with the nearest address; last what loading throws away."""
     if "uses" not in checkpoint.kept:
-        found = [(use, address(use.path)) for use in uses(checkpoint.tree)]
+        placed = [(use, address(use.path)) for use in uses(checkpoint.tree)]
         for use in uses(checkpoint.discarded):
             place = PROGRAM if use.name.startswith("__torch__.") and use.name.endswith(SETSTATE) else DISCARDED
-            found.append((use._replace(verdict=UNKNOWN), place))
+            placed.append((use._replace(verdict=UNKNOWN), place))
         if checkpoint.extras:
-            # Making an object of a class of the program in a TorchScript file runs its `__setstate__` and no more.
-            # Those of `torch.classes` are C++ classes, whose `__setstate__` is no part of the program.
-            found = [
+            # Making an object of a class in a TorchScript file's program runs its `__setstate__` and nothing else.
+            # Those of `torch.classes` are C++ classes, whose `__setstate__` is not in the program.
+            placed = [
                 (use, place)
-                for use, place in found
+                for use, place in placed
                 if not use.name.startswith("__torch__.")
                 or use.name.startswith("__torch__.torch.classes.")
                 or SETSTATE in use.name
             ]
-        checkpoint.kept["uses"] = tuple(found)
+        checkpoint.kept["uses"] = tuple(placed)
     return checkpoint.kept["uses"]  # type: ignore[no-any-return]
 
 
 def refuse_unknown(
     checkpoint: Checkpoint, keep_unknown: bool, *, as_it_is: bool = False, original: Checkpoint | None = None
 ) -> tuple[Note, ...]:
-    """Raises `UnsafeObject` for unknown calls unless they are kept; otherwise a note of people's own classes.
+    """Raises `UnsafeObject` for unknown calls unless they are kept; otherwise the note on people's own classes.
 
-    as_it_is: the file is copied, so that what it makes and throws away is kept too.
-    original: the file as it was given, whose addresses are named where it has such calls.
+    as_it_is: the file is copied, so what loading makes and throws away is kept too.
+    original: the checkpoint as it was opened; its addresses are named where it has such calls.
     """
     unknown: dict[str, str] = {}
     count = 0
@@ -234,7 +234,7 @@ def refuse_unknown(
         names.append(f"{count - len(names):,} more")
     fix = f"Pass it on as it is: {arg(keep_unknown=True)}"
     entries = list(dict.fromkeys(_entry(checkpoint.tree, place) for place in dict.fromkeys(unknown.values())))
-    if all(entries) and checkpoint.source is not None:  # all of it is in entries of dictionaries, and of a file
+    if all(entries) and checkpoint.source is not None:  # all of it is in dictionary entries, and in a file
         patterns = ["".join(f"[{c}]" if c in "*?[" else c for c in place) for place in entries]
         fix = f"Drop it: {command('edit', input_of(checkpoint.source), drop=patterns, out=OUT)}. {fix}"
     if DISCARDED in unknown.values() and not as_it_is:
@@ -251,25 +251,25 @@ _NAMED_UNKNOWN = 6
 
 
 def _entry(tree: Any, place: str) -> str:
-    """The longest beginning of an address that leads through entries of dictionaries."""
-    found, node = "", tree
+    """The longest prefix of an address that leads through dictionary entries only."""
+    entry, node = "", tree
     for part in place.split("/") if place else ():
         mapping = node.items if isinstance(node, Object) else node
         match = matching(mapping.items(), part) if isinstance(mapping, dict) else []
         if len(match) != 1:
             break
-        found, node = f"{found}/{part}" if found else part, match[0][1]
-    return found
+        entry, node = f"{entry}/{part}" if entry else part, match[0][1]
+    return entry
 
 
 def custom_notes(checkpoint: Checkpoint) -> tuple[Note, ...]:
-    """The note on objects of people's own classes, wherever a file with some is looked at or written."""
+    """The note on objects of people's own classes, for every file with some that is shown or written."""
     custom = dict.fromkeys((use.how, use.name) for use, _ in uses_of(checkpoint) if use.verdict == CUSTOM)
     names = [name for how, name in custom if how == MADE]
     if not names:
         return ()
     parts = (name.rpartition(".") for how, name in custom if how == CALLED)
-    calls = [f"{method} of {of}" for of, _, method in parts]
+    calls = [f"{method} of {cls}" for cls, _, method in parts]
     filled = f" and calls {listed(calls, 4)} with values of the file" if calls else ""
     what = f"loading it with pickle imports and creates {listed(names, 4)}{filled}; ckptool does not"
     return (Note("custom-class", what),)

@@ -1,7 +1,7 @@
 """A pickle decoded: opcodes in, a tree of names, values and tensors out; nothing is imported, resolved or called.
 
-`decode` sets the limits, runs the machine (`machine`) and puts whatever goes wrong into words that name the byte. Of a
-large pickle `skeleton` gives all but its long values, and `decode_lazily` decodes that.
+`decode` sets the limits, runs the machine (`machine`) and turns whatever goes wrong into errors that name the byte. For
+a large pickle `skeleton` returns all but its long values, and `decode_lazily` decodes that.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from ckptool.pickles.calls import is_inert
 from ckptool.pickles.machine import REFUSED, STUB, Machine
 from ckptool.pickles.objects import DAMAGED, MAX_INTEGER_BITS, ObjectMaker, PickleReader
 from ckptool.pickles.runs import Runs
-from ckptool.pickles.strings import MAX_STRING, check_size, whole
+from ckptool.pickles.strings import MAX_STRING, check_size, unstub
 from ckptool.pickles.torch_objects import BUILDERS, COMPOSED, ORDERED_DICT, REBUILD_TENSOR_V2, Builder, PerPickle
 
 # What a file of any size may ask for (in opcodes); a larger file may ask for one per byte.
 FREE_OPCODES = 1_000_000
-NESTED_NAMES = 4  # the protocol from which on a dot in a name leads into a class
+NESTED_NAMES = 4  # the first protocol in which a dot in a name leads into a class
 OLD_GRADIENTS, REPEATED_KEY = "old-gradients", "repeated-key"  # codes of notes
 MAX_REPEATED = 100  # keys given twice whose values are compared
-FREE_PARTS = 1 << 18  # of composites, each counted as often as one is made of it; a larger file may have one per byte
-FREE_BYTES = 1 << 15  # that builders may copy of the smallest pickle, and twice the bytes of larger ones
+FREE_PARTS = 1 << 18  # of composites, counted once for each that uses it; a larger file may have one per byte
+FREE_BYTES = 1 << 15  # that builders may copy in the smallest pickle; of a larger one, twice its bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Decoded:
-    """A decoded pickle. `discarded`: what of it is not inert and not in its tree: made, or imported, and thrown away.
+    """A decoded pickle. `discarded`: what is not inert and not in its tree: made or imported, and thrown away.
 
-    end: the byte after its STOP.  notes: on what is unusual about it.
+    end: the byte after its STOP.  notes: what is unusual about it.
     """
 
     root: Any
@@ -62,7 +62,7 @@ class Decoded:
     notes: tuple[Note, ...] = ()
 
     def aside(self) -> tuple[Any, ...]:
-        """Everything that is not inert in a pickle of which only the value is used."""
+        """Everything that is not inert, for a pickle of which only the value is used."""
         return self.discarded if is_inert(self.root) else (*self.discarded, self.root)
 
 
@@ -78,16 +78,16 @@ def decode(
 ) -> Decoded:
     """The tree that the pickle at the start of `data` describes.
 
-    persistent: gives the value for a persistent id.  builders: known functions and what their calls mean.
-    name: what to call the pickle in errors.  file_bytes: the size of the file it came from, which bounds the work.
-    stubs: for a skeleton (of which the frames were checked), the values that its opcode 0xFF stands for.
-    place: where in the file a byte of `data` is.
+    persistent: returns the value of a persistent id.  builders: known functions and what their calls mean.
+    name: of the pickle, for errors.  file_bytes: the size of the file it came from, which bounds the work.
+    stubs: for a skeleton (whose frames were checked), the values that its opcode 0xFF stands for.
+    place: maps a byte of `data` to its byte in the file.
     Raises `Corrupt`, `Truncated`, `LimitExceeded`, `Unsupported` or `Conflict`; each names the byte.
     """
     left_out = sum(map(len, stubs or ()))
     budget = 2 * max(len(data) + left_out, file_bytes, FREE_BYTES)
     has_tensors = all(builders.get(fn) is BUILDERS[fn] for fn in (REBUILD_TENSOR_V2, ORDERED_DICT))
-    builders = {fn: made.within(budget) if type(made) is PerPickle else made for fn, made in builders.items()}
+    builders = {fn: build.within(budget) if type(build) is PerPickle else build for fn, build in builders.items()}
     limit = max(FREE_OPCODES, file_bytes)
     reader = PickleReader(data)
     objects = ObjectMaker(reader, builders, limit, bool(stubs))
@@ -96,9 +96,9 @@ def decode(
     try:
         root = machine.run()
         check_depth(root, max(len(data), file_bytes))
-        most, has_composites = max(FREE_PARTS, file_bytes), not objects.names.keys().isdisjoint(COMPOSED)
+        parts_left, has_composites = max(FREE_PARTS, file_bytes), not objects.names.keys().isdisjoint(COMPOSED)
         for node in visit(root) if has_composites else ():
-            if isinstance(node, Composite) and (most := most - node.settle()) < 0:
+            if isinstance(node, Composite) and (parts_left := parts_left - node.settle()) < 0:
                 raise LimitExceeded("tensors that share what they are made of", "Looking through it takes too long.")
     except CkptoolError as error:
         if reader.in_frame and type(error) is Truncated:
@@ -119,7 +119,7 @@ def decode(
 
 
 def _notes(objects: ObjectMaker, protocol: int) -> Iterator[Note]:
-    """Notes on what is unusual about a pickle."""
+    """What is unusual about a pickle."""
     if count := objects.byte_strings:
         what = f"{counted(count, 'text')} of Python 2 {form(count, 'is', 'are')} not UTF-8: keys among them "
         yield Note("python2-text", f"{what}were read as latin-1, values are kept as bytes")
@@ -132,7 +132,7 @@ def _notes(objects: ObjectMaker, protocol: int) -> Iterator[Note]:
         what = f"{counted(count, 'gradient') if count > 1 else 'a gradient'} inside of parameters"
         why = "as torch once saved them: no later torch reads them, and a rewritten file leaves them out"
         yield Note(OLD_GRADIENTS, f"{what}, {why}")
-    # Keys with two values, or with ones that are too long to compare.
+    # Keys given twice whose values differ or are too large to compare.
     replaced = [
         str(key)[:80]
         for number, (key, old, new) in enumerate(objects.repeated)
@@ -148,32 +148,32 @@ def _has_bytes(value: Any) -> bool:
 
 
 def protocol_notes(decoded: Decoded) -> list[Note]:
-    """A note on a pickle of protocol 4 or 5, or on bytes in one of protocol 3: torch/_weights_only_unpickler.py knows
-    none of their opcodes."""
+    """A note on a pickle of protocol 4 or 5, or on bytes in protocol 3: torch/_weights_only_unpickler.py knows none of
+    their opcodes."""
     protocol = decoded.protocol
     if protocol < 3 or (protocol == 3 and not any(map(_has_bytes, visit(decoded.root)))):
         return []
-    of = "bytes of " if protocol == 3 else ""
-    what = f"pickled with {of}protocol {protocol}, which torch.load(weights_only=True) does not read"
+    subject = "bytes of " if protocol == 3 else ""
+    what = f"pickled with {subject}protocol {protocol}, which torch.load(weights_only=True) does not read"
     return [Note("pickle-protocol", what, command("convert", FILE, out=OUT))]
 
 
 def no_storage(pid: Any) -> Any:
-    """Stands for the storages of a pickle that has none."""
+    """The `persistent` of a pickle that has no storages."""
     raise Corrupt("a persistent id in a table that has no storages", "The file is of another kind.")
 
 
 # Without the long values ----------------------------------------------------------------------------------------------
 
 # `skeleton` walks the opcodes without executing them and copies them, except that each byte string or text of at least
-# 64 KB becomes a private opcode and a stub, which knows where its bytes are. `decode` puts the stubs back onto its
-# stack, and builders (`_load_from_bytes`, numpy's arrays) make storages of them that are read when they are wanted.
-# `decode_lazily` decodes a skeleton, and gives every stub that no builder understood its plain value. A text becomes a
-# stub too: protocol 2 spells bytes as `_codecs.encode(text, "latin1")`, and the builder of that call gives a stub of
-# bytes (see `encoded`). Texts in protocol 0, which end with their line, stay where they are, up to 64 MiB each.
+# 64 KB becomes a private opcode and a stub, which knows where its bytes are. `decode` pushes the stubs onto its stack,
+# and builders (`_load_from_bytes`, numpy's arrays) turn them into storages that are read on demand. `decode_lazily`
+# decodes a skeleton, and replaces every stub that no builder used by its plain value. A text becomes a stub too:
+# protocol 2 writes bytes as `_codecs.encode(text, "latin1")`, whose builder returns a stub of bytes (see `encoded`).
+# Texts in protocol 0, which end with their line, stay where they are, up to 64 MiB each.
 #
-# Frames are checked here (PEP 3154: no opcode reaches over the end of one, none begins inside another). `decode` passes
-# over their lengths, which count the long values, whenever it is given a list of stubs, even an empty one.
+# Frames are checked here (PEP 3154: no opcode extends past the end of one, none begins inside another). `decode` skips
+# their lengths, which count the long values, whenever it is given a list of stubs, even an empty one.
 # Source of the opcodes: the comments of Lib/pickletools.py.
 
 LONG_VALUE = 1 << 16  # bytes: shorter values are copied
@@ -186,7 +186,7 @@ class Skeleton:
     """A pickle without its long values.
 
     data: its opcodes; what was at byte `place(i)` of the file is at byte `i` here.  stubs: its long values, by number.
-    end: the byte after its STOP, counted as the offset was that it was read from.
+    end: the byte after its STOP, counted as the offset at which reading began.
     """
 
     data: bytes
@@ -195,15 +195,15 @@ class Skeleton:
     _spots: list[tuple[int, int]] = field(repr=False)
 
     def place(self, at: int) -> int:
-        """The place of byte `at` of the skeleton in the data that it was read from."""
-        here, there = self._spots[max(0, bisect_right(self._spots, (at, 1 << 63)) - 1)]
-        return there + at - here
+        """The byte of the original data that byte `at` of the skeleton came from."""
+        begin, place = self._spots[max(0, bisect_right(self._spots, (at, 1 << 63)) - 1)]
+        return place + at - begin
 
 
 def skeleton(data: Data, offset: int = 0, *, name: str) -> Skeleton:
     """The skeleton of the pickle at byte `offset` of `data`. No long value is read, and nothing after its end.
 
-    name: what to call the pickle in errors. Raises `Truncated`, `Corrupt`, `LimitExceeded` or `Unsupported`, each with
+    name: of the pickle, for errors. Raises `Truncated`, `Corrupt`, `LimitExceeded` or `Unsupported`, each with
     the byte.
     """
     try:
@@ -213,7 +213,7 @@ def skeleton(data: Data, offset: int = 0, *, name: str) -> Skeleton:
 
 
 def decode_lazily(
-    made: Skeleton,
+    pickled: Skeleton,
     persistent: Callable[[Any], Any],
     builders: Mapping[Global, Builder],
     *,
@@ -223,29 +223,29 @@ def decode_lazily(
 ) -> Decoded:
     """The tree of a skeleton (see `decode`), with a plain value for each stub that no builder used.
 
-    arrays: but for the data of numpy arrays. It is decoded again with those values in place of the stubs, and then, if
-    it must be, with those of all. Raises `LimitExceeded` for one of more than 64 MiB, and what `decode` raises.
+    arrays: numpy arrays keep stubs as their data. The skeleton is decoded again with plain values in place of the
+    unused stubs, and then, if need be, of all. Raises `LimitExceeded` for one over 64 MiB, and what `decode` raises.
     """
     plain: set[LongValue] = set()
     while True:
-        total = len(made.data)
-        for stub in made.stubs:
+        total = len(pickled.data)
+        for stub in pickled.stubs:
             if stub in plain:
                 check_size(stub)
                 total += stub.data.length
         if total > MAX_SKELETON:
             raise _too_long(total)
-        stubs = [whole(stub) if stub in plain else stub for stub in made.stubs]
+        stubs = [unstub(stub) if stub in plain else stub for stub in pickled.stubs]
         decoded = decode(
-            made.data, persistent, builders, name=name, file_bytes=file_bytes, stubs=stubs, place=made.place
+            pickled.data, persistent, builders, name=name, file_bytes=file_bytes, stubs=stubs, place=pickled.place
         )
         if len(plain) == len(stubs):
             return decoded
-        seen = visit((decoded.root, decoded.discarded), _beside_arrays if arrays else structural_parts)
-        left = {stub.of or stub for stub in seen if isinstance(stub, LongValue)}
-        if not left:
+        nodes = visit((decoded.root, decoded.discarded), _beside_arrays if arrays else structural_parts)
+        unread = {stub.of or stub for stub in nodes if isinstance(stub, LongValue)}
+        if not unread:
             return decoded
-        plain = set(made.stubs) if plain else left
+        plain = set(pickled.stubs) if plain else unread
 
 
 def _too_long(size: int) -> LimitExceeded:
@@ -254,7 +254,7 @@ def _too_long(size: int) -> LimitExceeded:
 
 
 def _beside_arrays(node: Any) -> Iterable[Any]:
-    """The parts of a node (see `visit`), but for the data of an array that is left in the file."""
+    """The parts of a node (see `visit`), except the data of an array that stays in the file."""
     match node:
         case Object(state=tuple((*rest, LongValue(kind=kind)))) if kind != "text":
             if canonical(node.fn) == "numpy.core.multiarray._reconstruct":
@@ -275,7 +275,7 @@ _FIXED = {  # opcode -> the bytes of its argument
     **dict.fromkeys(b"G", 8),
 }
 _LINES = {**dict.fromkeys(b"ILFpgPSV", 1), **dict.fromkeys(b"ci", 2)}
-# opcode -> the width of its length field, whether that is signed, and what its value is when it is long
+# opcode -> the width of its length field, whether that is signed, and the kind of its value
 _SIZED: dict[int, tuple[int, bool, str]] = {
     0x58: (4, False, "text"),  # BINUNICODE
     0x8C: (1, False, "text"),  # SHORT_BINUNICODE
@@ -295,7 +295,7 @@ _FRAME, _STOP = 0x95, 0x2E
 
 @cache
 def _run_of_opcodes() -> re.Pattern[bytes]:
-    """Matches opcodes with short arguments of fixed width or in lines, thousands at a time (a match remembers each)."""
+    """Matches opcodes with arguments of fixed width or in short lines, thousands at a time (a match remembers each)."""
     widths: dict[int, list[int]] = {}
     for opcode, width in _FIXED.items():
         widths.setdefault(width, []).append(opcode)
@@ -311,7 +311,7 @@ class _Lexer:
 
     def __init__(self, data: Data, offset: int) -> None:
         self.data = data
-        self.frame = -1  # where the frame ends that we are in
+        self.frame = -1  # the end of the current frame
         self.parts: list[bytes] = []  # the skeleton up to the window
         self.size = 0
         self.spots: list[tuple[int, int]] = []
@@ -337,7 +337,7 @@ class _Lexer:
         return Skeleton(b"".join(self.parts), self.stubs, end, self.spots)
 
     def _skip(self) -> int:
-        """Goes over what is short; the next opcode, or -1 where the window or the frame ends."""
+        """Skips short values; returns the next opcode, or -1 where the window or the frame ends."""
         pos, buffer, run_of_opcodes = self.pos, self.buffer, _run_of_opcodes().match
         limit = min(len(buffer), self.frame - self.base) if self.frame >= 0 else len(buffer)
         while True:
@@ -354,7 +354,7 @@ class _Lexer:
     # One opcode ---------------------------------------------------------------------------------------------------
 
     def _value(self, op: int) -> None:
-        """Goes over a value with its length in front of it; leaves it out where it is long."""
+        """Skips a value with a length in front; replaces a long one by a stub."""
         width, signed, kind = _SIZED[op]
         self._need(1 + width)
         size = int.from_bytes(self.buffer[self.pos + 1 : self.pos + 1 + width], "little", signed=signed)
@@ -401,22 +401,22 @@ class _Lexer:
             raise self._error(f"0x{op:02x} is not a pickle opcode")
 
     def _line(self) -> None:
-        """Goes to the line break after the next byte."""
+        """Moves to the line break after the next byte."""
         self.pos += 1
         while True:
             end = self.buffer.find(b"\n", self.pos, len(self.buffer) if self.frame < 0 else self.frame - self.base)
-            seen = (end if end >= 0 else len(self.buffer)) - self.pos
-            if seen > MAX_STRING:
+            length = (end if end >= 0 else len(self.buffer)) - self.pos
+            if length > MAX_STRING:
                 raise self._error(f"a text of more than {MAX_STRING:,} bytes", LimitExceeded, "No more are read.")
             if end >= 0:
                 self.pos = end
                 return
-            self._need(seen + 1, 2 * seen + _FIRST_WINDOW)
+            self._need(length + 1, 2 * length + _FIRST_WINDOW)
 
     # The window ---------------------------------------------------------------------------------------------------
 
     def _need(self, length: int, window: int = 0) -> None:
-        """Makes sure that so many bytes from here are in the window."""
+        """Ensures that the window holds this many bytes from here."""
         self._check_room(length)
         if self.pos + length > len(self.buffer):
             self._move(self.base + self.pos, max(length, window, _WINDOW))
@@ -430,7 +430,7 @@ class _Lexer:
             raise self._error(what, Truncated, "The pickle was cut off.")
 
     def _move(self, place: int, length: int) -> None:
-        """Keeps what was passed, and goes on at another place of the data."""
+        """Keeps what was passed, and continues at another place in the data."""
         self._keep(self.buffer[: self.pos], self.base)
         self.buffer = self.data.read(place, min(length, self.data.length - place))
         self.base, self.pos = place, 0
@@ -450,23 +450,23 @@ class _Lexer:
 
 
 class _NoCall(dict[Global, Builder]):
-    """The builders of a pickle that calls nothing of what it names."""
+    """The builders for finding calls: each call raises `UnsafeObject`."""
 
     def get(self, fn: Any, default: Any = None) -> Any:
         raise UnsafeObject(f"a call of {fn}")
 
 
 def reaches_a_call(data: Data) -> bool:
-    """True where pickle, reading from the first byte, comes to a call before it comes to what it cannot read: whatever
-    else the bytes are, `torch.load` makes that call."""
+    """True if pickle, reading from the first byte, reaches a call before anything that it cannot read: whatever else
+    the bytes are, `torch.load` makes that call."""
     lexer = _Lexer(data, 0)
     try:
-        with suppress(Corrupt, Truncated, Unsupported):  # whatever stands in front of that is run
+        with suppress(Corrupt, Truncated, Unsupported):  # what comes before the error is run
             lexer.run()
         reader = PickleReader(b"".join([*lexer.parts, lexer.buffer[: lexer.pos]]))
         objects = ObjectMaker(reader, _NoCall(), FREE_OPCODES, True)
         with suppress(Corrupt, Truncated, Unsupported, Conflict, LookupError, struct.error, UnicodeDecodeError):
             Machine(reader, objects, lambda _: None, FREE_OPCODES, lexer.stubs).run()
         return bool(objects.objects)
-    except (UnsafeObject, LimitExceeded):  # or to a text of many megabytes, which pickle would read
+    except (UnsafeObject, LimitExceeded):  # or reaches a text of many megabytes, which pickle would read
         return True

@@ -1,9 +1,9 @@
 """A tree to a pickle of protocol 2, byte for byte as Python's pickler writes what torch gives it.
 
-One difference is meant: equal texts are written once and referred to afterwards, whatever objects they were, so that
-the same tree always gives the same bytes. Protocol 2 is what every torch reads, `weights_only` included. Three things
-need protocol 4: the name of a nested class (`Outer.Inner`), an object made with keyword arguments, and one that items
-are added to.
+One difference is intended: equal texts are written once and then referred to, even if they were separate objects, so
+that the same tree always gives the same bytes. Every torch reads protocol 2, `weights_only` included. Three things need
+protocol 4: the name of a nested class (`Outer.Inner`), an object made with keyword arguments, and one that items are
+added to.
 
 Source of the conventions: Modules/_pickle.c (save_tuple, batch_list, batch_dict_exact, save_reduce).
 """
@@ -44,16 +44,16 @@ _ATOMS = frozenset({int, float, bool, type(None), StorageRef})  # beside empty t
 
 
 class _Call(NamedTuple):
-    """A call that only one place refers to, as an argument of another."""
+    """A call with a single reference, as an argument of another call."""
 
     fn: Global
     args: tuple[Any, ...]
 
 
-class _Alike(NamedTuple):
-    """How plain tensors of one kind are written: begin, the key, and each place in the memo with what follows it.
+class _Template(NamedTuple):
+    """How plain tensors of one kind are written: `begin`, the key, and each memo index with the bytes after it.
 
-    fields: of `rest`, places and what follows them in turn; of the last tensor that was written so.
+    fields: of `rest`, memo indices and the bytes after them, in turn, as of the last tensor written this way.
     """
 
     begin: bytes
@@ -65,7 +65,7 @@ _NO_HOOKS = _Call(ORDERED_DICT, ())
 
 
 def encode(tree: Any, key_of: Callable[[Storage], str]) -> bytes:
-    """The pickle of `tree`. `key_of` names a storage's record; it is asked in the order in which storages are met.
+    """The pickle of `tree`. `key_of` names a storage's record; it is called in the order in which storages occur.
 
     Raises `Unsupported` for a value that no checkpoint holds (a numpy array, a live tensor).
     """
@@ -86,21 +86,21 @@ def encode(tree: Any, key_of: Callable[[Storage], str]) -> bytes:
 
 
 class _Encoder:
-    """Writes one pickle. protocol: raised on the way where something needs it; all is written again with it then."""
+    """Writes one pickle. protocol: raised where something needs it; then the whole is written again."""
 
     def __init__(self, key_of: Callable[[Storage], str], protocol: int) -> None:
         self.key_of = key_of
         self.protocol = protocol
         self.out = bytearray()
         self.count = 0  # values memoized so far
-        self.memo: dict[Any, int] = {}  # text, bytes, name, or the id of another value -> its place
-        self.begun: dict[int, int] = {}  # id of a set -> how much could be recalled when it was begun
+        self.memo: dict[Any, int] = {}  # text, bytes, name, or the id of another value -> its memo index
+        self.begun: dict[int, int] = {}  # id of a set -> the size of the memo when it was begun
         self.types: dict[int, DType | None] = {}  # id of a storage -> the element type it was first written with
-        self.puts: list[int] | None = None  # where in `out` a tensor's parts are memoized, while that is wanted
-        self.alike: dict[Any, _Alike] = {}  # by all that two plain tensors may share
+        self.puts: list[int] | None = None  # where in `out` a tensor's parts are memoized, while recorded
+        self.templates: dict[Any, _Template] = {}  # by everything that plain tensors may share
 
     def _recalled(self, key: Any, unfinished: bytes = b"") -> bool:
-        """Recalls what was written before; says whether it was. unfinished: opcodes that drop what was begun of it."""
+        """Recalls a value that was written before; False if it was not. unfinished: opcodes that drop parts of it."""
         index = self.memo.get(key)
         if index is None:
             return False
@@ -108,7 +108,7 @@ class _Encoder:
         return True
 
     def _put(self, key: Any = None) -> None:
-        """Memoizes what is on top of the stack; by its key it is recalled, and without one never."""
+        """Memoizes the top of the stack, to be recalled by its key; without a key, never."""
         index = self.count
         self.count += 1
         if self.puts is not None:
@@ -117,12 +117,12 @@ class _Encoder:
         if key is not None:
             self.memo[key] = index
 
-    # Leaves: everything that refers to no container ---------------------------------------------------------------
+    # Leaves: everything that contains no container ----------------------------------------------------------------
 
     def leaf(self, value: Any) -> bool:
-        """Writes `value` if it has no containers in it, or was written before; says whether it did."""
+        """Writes `value` if it contains no containers or was written before; returns whether it did."""
         kind, out = type(value), self.out
-        if kind not in _ATOMS and (kind is not tuple or value):  # is written once, and recalled where it is met again
+        if kind not in _ATOMS and (kind is not tuple or value):  # written once, and recalled after that
             key: Any = id(value)
             if kind is str or kind is Global:
                 key = value
@@ -138,7 +138,7 @@ class _Encoder:
                 self._tensor(value)
             elif kind is Global:
                 if "." in value.name:
-                    self.protocol = 4  # below it, a reader looks for an attribute that is called so, dot and all
+                    self.protocol = 4  # below it, a reader looks for an attribute of that name, dot included
                 module, name = in_python_3(value) if self.protocol > 2 else (value.module, value.name)
                 out += f"c{module}\n{name}\n".encode()
                 self._put(value)
@@ -153,7 +153,7 @@ class _Encoder:
                 self._call(_COMPLEX, (value.real, value.imag), key)
             elif kind is bytearray:
                 self._call(_BYTEARRAY, (bytes(value),) if value else (), key)
-            elif kind is LongValue:  # nobody else has the same, so its text is not remembered
+            elif kind is LongValue:  # no other value is the same, so its text is not memoized
                 if value.kind == "bytearray":
                     self.leaf(_BYTEARRAY)
                 raw = value.whole().decode("latin-1").encode()
@@ -174,16 +174,16 @@ class _Encoder:
             out += b"G" + _pack_float(value)
         elif kind is StorageRef:
             # A persistent id. torch reads every tensor of a storage with the type that it meets first; only bytes and
-            # untyped go together. A storage without bytes is none to torch: it makes a new one for each tensor.
+            # untyped go together. A storage without bytes is not shared: torch makes a new one for each tensor.
             storage, dtype = value.storage, value.dtype
             first = self.types.setdefault(id(storage), dtype)
             names = {first and first.name, dtype and dtype.name}
             if first is not dtype and storage.nbytes and not names <= {"u8", None}:
                 what = f"one storage is viewed as {first or 'untyped'} and as {dtype or 'untyped'}"
                 raise Conflict(what, "torch can neither save nor load that: it would read both as one type.")
-            of = UNTYPED_STORAGE if dtype is None else Global("torch", str(dtype.storage))
+            cls = UNTYPED_STORAGE if dtype is None else Global("torch", str(dtype.storage))
             out += b"("
-            for part in ("storage", of, self.key_of(storage), storage.location):
+            for part in ("storage", cls, self.key_of(storage), storage.location):
                 self.leaf(part)
             out += integer(storage.nbytes // (dtype.itemsize if dtype else 1)) + b"t"
             self._put()
@@ -199,7 +199,7 @@ class _Encoder:
         self._put(key)
 
     def _arguments(self, args: tuple[Any, ...]) -> None:
-        """A tuple that only one place refers to: of leaves, calls, and tuples and dictionaries of leaves."""
+        """A tuple with a single reference: of leaves, calls, and tuples and dictionaries of leaves."""
         if not args:
             self.out += b")"
             return
@@ -224,22 +224,22 @@ class _Encoder:
     def _tensor(self, entry: TensorEntry) -> None:
         storage, flags, out, first = entry.storage, entry.flags, self.out, self.count
         key, typed, is_plain = self.key_of(storage), entry.dtype.storage is not None, flags is NO_FLAGS
-        # A plain one is written as the last one like it, but for its key and its places in the memo: most are alike.
+        # A plain one is written like the last of its kind, but for its key and memo indices: most tensors are alike.
         raw, is_new = key.encode("utf-8", "surrogatepass"), key not in self.memo and id(storage) not in self.types
         kind = (entry.dtype, entry.shape, entry.stride, entry.offset, storage.location, storage.nbytes)
-        if is_plain and is_new and (alike := self.alike.get(kind)) is not None:
-            begin, rest, fields = alike
+        if is_plain and is_new and (template := self.templates.get(kind)) is not None:
+            begin, rest, fields = template
             self.types[id(storage)] = entry.dtype if typed else None
             self.count = after = first + len(fields) // 2
             self.memo[key], self.memo[id(entry)] = first, after - 1
             fields[::2] = range(first, after)
             out += b"".join((begin, _pack_uint(len(raw)), raw, b"r", rest.pack(*fields)))
             return
-        # `_rebuild_tensor_v3` cannot say that a gradient is wanted: torch's own files of this kind do not load.
+        # `_rebuild_tensor_v3` cannot express `requires_grad`: torch's own files with both do not load.
         later = flags.requires_grad and not (typed or flags.parameter)
-        wanted = flags.requires_grad and typed and not flags.parameter
+        needs_grad = flags.requires_grad and typed and not flags.parameter
         args: tuple[Any, ...] = (StorageRef(storage, entry.dtype if typed else None), entry.offset)
-        args += (entry.shape, entry.stride, wanted, _NO_HOOKS)
+        args += (entry.shape, entry.stride, needs_grad, _NO_HOOKS)
         if not typed:
             args += (Global("torch", entry.dtype.torch),)
         if flags.conj or flags.neg:
@@ -249,17 +249,17 @@ class _Encoder:
             call = _Call(REBUILD_FROM_TYPE, (call.fn, TENSOR, args, {"requires_grad": True}))
         if flags.parameter:
             call = _Call(REBUILD_PARAMETER, (call, flags.requires_grad, _NO_HOOKS))
-        begin_at, known, self.puts = len(out), len(self.memo), []
+        begin_at, memo_size, self.puts = len(out), len(self.memo), []
         self._call(call.fn, call.args, id(entry))
         puts, self.puts = self.puts, None
-        # All but the key and the tensor was in the memo before.
-        if is_plain and is_new and first > 255 and len(self.memo) == known + 2:
+        # Everything but the key and the tensor was in the memo before.
+        if is_plain and is_new and first > 255 and len(self.memo) == memo_size + 2:
             ends = [*(place + 1 for place in puts[1:]), len(out)]
-            fields = [each for place, end in zip(puts, ends, strict=True) for each in (0, bytes(out[place + 5 : end]))]
+            fields = [item for place, end in zip(puts, ends, strict=True) for item in (0, bytes(out[place + 5 : end]))]
             layout = struct.Struct("<" + "".join(f"I{len(part)}s" for part in fields[1::2]))
-            self.alike[kind] = _Alike(bytes(out[begin_at : puts[0] - len(raw) - 4]), layout, fields)
+            self.templates[kind] = _Template(bytes(out[begin_at : puts[0] - len(raw) - 4]), layout, fields)
 
-    # Containers: generators of their parts, which are written where they are given ----------------------------------
+    # Containers: generators of their parts, which are written as they are yielded -----------------------------------
 
     def container(self, value: Any) -> Iterator[Any]:
         out, key = self.out, id(value)
@@ -283,15 +283,15 @@ class _Encoder:
             if len(value) > 3:
                 out += b"("
             yield from value
-            # It may contain itself, and was written on the way then.
+            # If it contains itself, it was written in between.
             if not self._recalled(key, b"1" if len(value) > 3 else b"0" * len(value)):
                 out += _TUPLE[min(len(value), 4)]
                 self._put(key)
         elif isinstance(value, (Object, Composite)):
             yield from self._object(value.made if isinstance(value, Composite) else value, key)
         elif isinstance(value, Set):
-            # Written again inside itself, where one of its items refers to it; that ends, unless nothing new was
-            # stored on the way.
+            # Written again inside itself where an item refers to it; that ends, unless nothing new was memoized
+            # meanwhile.
             if self.begun.get(key) == len(self.memo):
                 what = "a set that contains itself cannot be written"
                 raise Unsupported(what, "Protocol 2, which every torch reads, cannot express it.")
@@ -317,7 +317,7 @@ class _Encoder:
             self.out += one if alone else many
 
     def _items(self, value: dict[Any, Any], exact: bool = True) -> Iterator[Any]:
-        """A plain dict closes its last batch as the others; of other mappings a last single item stands alone."""
+        """A plain dict closes its last batch like the others; in other mappings a last single item is on its own."""
         items = iter(value.items())
         while batch := list(islice(items, _BATCH)):
             alone = len(batch) == 1 and (len(value) == 1 or not exact)
@@ -326,31 +326,31 @@ class _Encoder:
                 yield from item
             self.out += b"s" if alone else b"u"
         if exact and value and len(value) % _BATCH == 0:
-            self.out += b"(u"  # Python's pickler finds out that a plain dict is at its end by an empty batch
+            self.out += b"(u"  # Python's pickler detects the end of a plain dict by an empty batch
 
-    def _object(self, made: Object, key: int) -> Iterator[Any]:
-        parts = [made.fn, made.args]
-        if made.kwargs is not None:
-            parts.append(made.kwargs)
+    def _object(self, node: Object, key: int) -> Iterator[Any]:
+        parts = [node.fn, node.args]
+        if node.kwargs is not None:
+            parts.append(node.kwargs)
             self.protocol = 4
         yield from parts
         if self._recalled(key, b"0" * len(parts)):  # one of its own arguments refers to it
             return
-        self.out += b"R" if made.how == "call" else b"\x92" if made.kwargs is not None else b"\x81"
+        self.out += b"R" if node.how == "call" else b"\x92" if node.kwargs is not None else b"\x81"
         self._put(key)
-        if made.elements is not None:
-            if made.adds:
+        if node.elements is not None:
+            if node.adds:
                 self.protocol = 4
-            yield from self._elements(made.elements, *((b"", b"\x90") if made.adds else ()))
-        if made.items is not None:
-            yield from self._items(made.items, exact=False)
-        if made.state is not MISSING:
-            yield made.state
+            yield from self._elements(node.elements, *((b"", b"\x90") if node.adds else ()))
+        if node.items is not None:
+            yield from self._items(node.items, exact=False)
+        if node.state is not MISSING:
+            yield node.state
             self.out += b"b"
 
 
 def in_python_3(name: Global) -> tuple[str, str]:
-    """The module and name that Python 3 has for a name of Python 2: readers translate them only up to protocol 2."""
+    """The Python 3 module and name for a name of Python 2: readers translate them only up to protocol 2."""
     module = IMPORT_MAPPING.get(name.module, name.module)
     return NAME_MAPPING.get((name.module, name.name), (module, name.name))
 
@@ -359,7 +359,7 @@ _TUPLE = (b")", b"\x85", b"\x86", b"\x87", b"t")
 
 
 def integer(value: int) -> bytes:
-    """The opcode that puts a number on the stack."""
+    """The opcode that pushes a number."""
     if 0 <= value < 256:
         return b"K" + bytes([value])
     if 0 <= value < 65536:

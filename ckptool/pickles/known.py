@@ -1,9 +1,9 @@
 """The table of names that are understood: how a pickle may use each so that nothing of unknown origin runs.
 
-A name is only ever text. There is no list of bad names to bypass, only this one to be outside of. A row reads: what the
-name may be called with (`arguments`), what its object may be given afterwards, whether it may stand by itself; `calls`
-judges a tree by it, and `scan`, `inspect`, `load` and every writer ask `calls`. Names are listed one by one; a dotted
-name (`Path.write_text`) is in no row.
+A name is only ever text. There is no list of bad names to bypass, only this one to be outside of. A row says with what
+arguments the name may be called (`arguments`), what its object may receive afterwards, and whether the name may stand
+by itself; `calls` judges trees by it, for `scan`, `inspect`, `load` and every writer. Names are listed one by one; a
+dotted name (`Path.write_text`) is in no row.
 Sources: the reducers of torch 0.1 to 2.13 (torch/_utils.py, torch/_tensor.py, torch/storage.py), the `__reduce__`
 methods of the standard library (3.6 to 3.14) and of numpy 1 and 2, and the classes of the configuration and training
 libraries below.
@@ -19,23 +19,22 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint.dtypes import BY_STORAGE, BY_TORCH
 from ckptool.checkpoint.nodes import HOMES, Global, Object
 from ckptool.checkpoint.numpy_arrays import is_array, is_type
-from ckptool.pickles import arguments as given
+from ckptool.pickles import arguments as rules
 from ckptool.pickles.arguments import Rule, every, exactly, up_to
 
-NOWHERE = 1 << 30  # of no call's arguments
+NOWHERE = 1 << 30  # beyond the arguments of any call
 
 
 class Kind(NamedTuple):
-    """The use that pickles may make of the names of one kind.
+    """How pickles may use the names of one kind.
 
-    called: whether these arguments are ones that it may be called with, or made with (`cls.__new__`); None: with none
-    at all.
-    empty: it may be made without arguments.  state, items, elements: what may be given to the object afterwards.
-    stands: it may stand by itself, as a value or a key.  state_at: the first argument that is a state.
-    custom: an object whose class runs somebody's code, as of people's own classes (it is written on, and always
-    mentioned).
-    filled: whether the object with its state is one that may be, where that is more than each of its parts.
-    value: the word for what such an object is, by which `plain` makes its plain value and `bridge` the live object.
+    called: tells whether it may be called, or made (`cls.__new__`), with these arguments; None: it may not be called.
+    empty: it may be made without arguments.  state, items, elements: what the object may receive afterwards.
+    stands: it may stand by itself, as a value or a key.  state_at: the index of the first argument that is a state.
+    custom: the class runs somebody's code, like people's own classes; its objects are passed on, and always
+    mentioned.
+    filled: tells whether the object with its state is allowed, where that takes more than judging each part.
+    value: the word for what the object is, by which `plain` makes its plain value and `bridge` the live object.
     weights_only: `torch.load(weights_only=True)` calls it.
     """
 
@@ -58,25 +57,25 @@ class Kind(NamedTuple):
 
 _NAME = Kind()  # a class, a function or a constant that is only referred to
 _OBJECT = Kind(empty=True, state=True)
-_LAYER = _OBJECT._replace(filled=given.few_layers)
+_LAYER = _OBJECT._replace(filled=rules.few_layers)
 _CUSTOM = Kind(empty=True, state=True, items=True, elements=True, custom=True, stands=False)
 _MAPPING = Kind(up_to("pairs"), empty=True, state=True, items=True)
-_CONTAINER = Kind(given.none, empty=True, state=True, items=True, elements=True)
+_CONTAINER = Kind(rules.none, empty=True, state=True, items=True, elements=True)
 _PATH = Kind(every("path"), empty=True)
 _SCALARS = Kind(every("scalar"), empty=True)
 _NUMBER = Kind(every("number"), empty=True)
 _SEQUENCE = Kind(up_to("sequence"), empty=True)
-_ENUM = Kind(exactly("scalar"))  # a member, by its value
+_ENUM = Kind(exactly("scalar"))  # a member by its value
 _ANY = every("anything")
-_TENSOR = Kind(given.of_tensors, weights_only=True)
-_PACKED = _OBJECT._replace(filled=given.packed, stands=False)  # by a backend, whose C++ code sets the state
-_STORAGE = Kind(up_to("sequence"))  # with its numbers, as very old pickles have it
+_TENSOR = Kind(rules.of_tensors, weights_only=True)
+_PACKED = _OBJECT._replace(filled=rules.packed, stands=False)  # by a backend, whose C++ code sets the state
+_STORAGE = Kind(up_to("sequence"))  # with its numbers, as in very old pickles
 
 
 def named(text: str) -> Iterator[tuple[str, str]]:
-    """The modules and names of a text: `module: Name Name`; several modules in a row have the names behind them.
+    """The modules and names in a text: `module: Name Name`; several modules in a row share the names after them.
 
-    `torch.nn.: module: Name`: the modules from there on are below that one, or below each of several in a row.
+    `torch.nn.: module: Name`: the modules from there on are inside that one, or inside each of several in a row.
     """
     homes, modules, last = [""], list[str](), ""
     for word in text.split():
@@ -90,11 +89,10 @@ def named(text: str) -> Iterator[tuple[str, str]]:
         last = word
 
 
-# torch's classes that a pickle makes without arguments and then fills: modules, optimizers, schedulers, data sets, what
-# quantization in eager mode makes of a model. Each was read for what making it and setting its state do (`__new__`,
-# `__setstate__`): they fill the object and do nothing else. Left out on purpose: `torch.fx` graph modules (their pickle
-# runs source text), `torch.package`, `torch.jit`, data pipes and loaders. Source: torch 2.13, and what older versions
-# had.
+# torch's classes that a pickle makes without arguments and then fills: modules, optimizers, schedulers, data sets, and
+# the classes of eager-mode quantization. The code that makes each and sets its state (`__new__`, `__setstate__`) was
+# read: it fills the object and does nothing else. Left out on purpose: `torch.fx` graph modules (their pickle runs
+# source text), `torch.package`, `torch.jit`, data pipes and loaders. Source: torch 2.13, and older versions.
 TORCH_CLASSES = """
     torch.ao.nn.quantized.: dynamic.modules.linear: modules.linear: Linear dynamic.modules.rnn: GRU LSTM RNNBase
     PackedParameter modules: DeQuantize Quantize modules.conv: Conv1d Conv2d Conv3d modules.embedding_ops: Embedding
@@ -143,7 +141,7 @@ TORCH_CLASSES = """
 
 
 MEMORY_FORMATS = ("contiguous_format", "channels_last", "channels_last_3d", "preserve_format")
-# torch's constants, never called but for storages with their numbers: element types, storages, classes of tensors.
+# torch's constants, of which only storages are ever called (with their numbers): dtypes, storages, tensor classes.
 _STORAGES = [name for name in BY_STORAGE if name]
 _CONSTANTS = {("torch", name) for name in BY_TORCH} | {
     (module, name)
@@ -159,7 +157,7 @@ _CONSTANTS |= set(
 )
 _CONSTANTS |= {("torch", name) for name in MEMORY_FORMATS}
 
-# What may be done with names, and which names those are; of a name that stands in two rows the later counts.
+# How names may be used, and which names; if a name is in two rows, the later one counts.
 _KINDS: dict[tuple[str, str], Kind] = {
     **_LAYER.of(TORCH_CLASSES),
     # torch: tensors, and what describes them
@@ -167,33 +165,33 @@ _KINDS: dict[tuple[str, str], Kind] = {
         torch._utils: _rebuild_tensor _rebuild_sparse_tensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage
         _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor
     """),
-    **Kind(given.of_tensors).of("""
+    **Kind(rules.of_tensors).of("""
         torch._utils: _rebuild_sparse_csr_tensor _rebuild_xla_tensor
         torch.nested._internal.nested_tensor: _rebuild_njt
     """),
-    **Kind(given.of_tensors, value="uninitialized").of(
+    **Kind(rules.of_tensors, value="uninitialized").of(
         "torch.nn.parameter: UninitializedParameter UninitializedBuffer"
     ),
-    **Kind(given.without_hooks(5), weights_only=True).of("torch._utils: _rebuild_tensor_v2 _rebuild_tensor_v3"),
-    **Kind(given.without_hooks(2), state_at=3, weights_only=True).of(
+    **Kind(rules.without_hooks(5), weights_only=True).of("torch._utils: _rebuild_tensor_v2 _rebuild_tensor_v3"),
+    **Kind(rules.without_hooks(2), state_at=3, weights_only=True).of(
         "torch._utils: _rebuild_parameter _rebuild_parameter_with_state"
     ),
-    **Kind(given.without_hooks(6), weights_only=True).of("torch._utils: _rebuild_qtensor"),
-    **Kind(given.rebuild_and_class, state_at=3, stands=False).of(
+    **Kind(rules.without_hooks(6), weights_only=True).of("torch._utils: _rebuild_qtensor"),
+    **Kind(rules.rebuild_and_class, state_at=3, stands=False).of(
         "torch._tensor: torch.tensor: _rebuild_from_type _rebuild_from_type_v2"
     ),
-    **Kind(given.class_first, weights_only=True).of("torch._utils: _rebuild_wrapper_subclass"),
-    **Kind(given.of_tensors, empty=True, state=True).of(
+    **Kind(rules.class_first, weights_only=True).of("torch._utils: _rebuild_wrapper_subclass"),
+    **Kind(rules.of_tensors, empty=True, state=True).of(
         "torch.nn.parameter: Parameter Buffer torch.autograd.variable: Variable"
     ),
     **_SEQUENCE._replace(value="size", weights_only=True).of("torch: Size"),
     **_SCALARS._replace(value="device", weights_only=True).of("torch: device"),
     **_SCALARS._replace(value="layout", weights_only=True).of("torch.serialization: _get_layout"),
     **_SCALARS._replace(value="str").of("torch.torch_version: TorchVersion"),
-    **Kind(up_to("device"), state=True, filled=given.seeded).of("torch: torch._C: Generator"),
-    **{(f"{given.PACKED}.{module}", name): _PACKED for module, name in (each.split(".") for each in given.CLASSES)},
+    **Kind(up_to("device"), state=True, filled=rules.seeded).of("torch: torch._C: Generator"),
+    **{(f"{rules.PACKED}.{module}", name): _PACKED for module, name in (path.split(".") for path in rules.CLASSES)},
     **_PACKED.of("torch: ScriptObject"),
-    **Kind(given.getattr_of_known, stands=False).of("builtins: getattr"),
+    **Kind(rules.getattr_of_known, stands=False).of("builtins: getattr"),
     **_NAME.of("""
         torch: torch._tensor: Tensor
         torch._C: _VariableFunctionsClass
@@ -229,7 +227,7 @@ _KINDS: dict[tuple[str, str], Kind] = {
         torch.distributed.checkpoint.planner: SavePlan WriteItem TensorWriteData BytesIOWriteData
         torch._dynamo.decorators: _DimRange
     """),
-    # namedtuples, and classes that say themselves how they are filled
+    # namedtuples, and classes that define how they are filled
     **Kind(_ANY, empty=True, state=True).of("""
         torch.distributed.tensor._dtensor_spec: TensorMeta ShardOrderEntry
         torch.distributed.tensor.placement_types: Placement Shard Replicate Partial _Partial _StridedShard _MaskPartial
@@ -246,7 +244,7 @@ _KINDS: dict[tuple[str, str], Kind] = {
         "torch.distributed.device_mesh: torch.distributed._tensor.device_mesh: DeviceMesh"
     ),
     **_ENUM.of("torch.amp.grad_scaler: torch.cuda.amp.grad_scaler: OptState"),
-    **Kind(given.none).of("torch.nn.backends.thnn: _get_thnn_function_backend"),
+    **Kind(rules.none).of("torch.nn.backends.thnn: _get_thnn_function_backend"),
     # Python
     **_CONTAINER._replace(elements=False, value="namespace").of("argparse: Namespace types: SimpleNamespace"),
     **_MAPPING.of("collections: OrderedDict"),
@@ -275,19 +273,19 @@ _KINDS: dict[tuple[str, str], Kind] = {
     },
     **_NUMBER._replace(value="decimal").of("decimal: Decimal"),
     **_NUMBER._replace(value="fraction").of("fractions: Fraction"),
-    **Kind(given.none, empty=True, state=True, value="uuid").of("uuid: UUID"),
+    **Kind(rules.none, empty=True, state=True, value="uuid").of("uuid: UUID"),
     **_ENUM.of("uuid: SafeUUID"),
     **_PATH._replace(value="posix path").of("pathlib: PosixPath"),
     **_PATH._replace(value="windows path").of("pathlib: WindowsPath"),
     **_PATH._replace(value="pure posix path").of("pathlib: PurePosixPath"),
     **_PATH._replace(value="pure windows path").of("pathlib: PureWindowsPath"),
     **_PATH.of("pathlib: Path PurePath"),
-    **Kind(given.none, empty=True, state=True, filled=given.generated).of("random: Random"),
+    **Kind(rules.none, empty=True, state=True, filled=rules.generated).of("random: Random"),
     **_PATH._replace(empty=False, stands=False).of("logging: getLogger"),
     **Kind(exactly("expression", "scalar"), stands=False).of("re: _compile"),
-    **Kind(given.application, state=True, stands=False, filled=given.same_application).of("functools: partial"),
-    **Kind(given.type_expression).of("operator: _operator: getitem or_ types: GenericAlias"),
-    **Kind(given.union, stands=False).of("functools: _functools: reduce"),
+    **Kind(rules.application, state=True, stands=False, filled=rules.same_application).of("functools: partial"),
+    **Kind(rules.type_expression).of("operator: _operator: getitem or_ types: GenericAlias"),
+    **Kind(rules.union, stands=False).of("functools: _functools: reduce"),
     **_NAME.of("""
         typing: Any Union Optional Dict List Tuple Set FrozenSet Callable Sequence Mapping MutableMapping Iterable
         Iterator Type Literal Deque DefaultDict OrderedDict Text AnyStr Hashable Sized Collection Container NoReturn
@@ -341,7 +339,7 @@ _KINDS: dict[tuple[str, str], Kind] = {
     **_CONTAINER._replace(value="ml_collections").of(
         "ml_collections.config_dict.config_dict: ml_collections.config_dict: ConfigDict FrozenConfigDict"
     ),
-    # Data in batches and graphs, whose classes set their state as it is
+    # Batches and graphs of data, whose classes set their state as it is
     **Kind(exactly("class of tensordict", "attributes"), state_at=1, stands=False).of(
         "tensordict._reductions: _make_td"
     ),
@@ -377,7 +375,7 @@ _KINDS: dict[tuple[str, str], Kind] = {
         OptimizationConfig CheckpointConfig FairseqBMUFConfig GenerationConfig CommonEvalConfig EvalLMConfig
         InteractiveConfig EMAConfig FairseqDataclass
     """),
-    # they stand in checkpoints as keys
+    # used as keys in checkpoints
     **_NAME.of("""
         pytorch_lightning.callbacks.: lightning.pytorch.callbacks.: model_checkpoint: ModelCheckpoint
         early_stopping: EarlyStopping lr_monitor: LearningRateMonitor gpu_stats_monitor: GPUStatsMonitor
@@ -391,13 +389,13 @@ _KINDS: dict[tuple[str, str], Kind] = {
         throughput_monitor: ThroughputMonitor spike: SpikeDetection batch_size_finder: BatchSizeFinder lr_finder:
         LearningRateFinder callback: Callback
     """),
-    **{each: _STORAGE if "Storage" in each[1] else _NAME for each in _CONSTANTS},
+    **{key: _STORAGE if "Storage" in key[1] else _NAME for key in _CONSTANTS},
 }
 
-# Where modules were before, and where they are now.
+# Modules that moved: the old place, and the new one.
 MOVED = {"torch.nn.quantized": "torch.ao.nn.quantized", "torch.optim._multi_tensor": "torch.optim"}
-# Here torch's layers, optimizers and distributions were in all of its versions: names that are not listed are classes
-# that it removed, or that hardly anybody saves as they are. They are taken for somebody's own.
+# Where torch's layers, optimizers and distributions are in all versions. Names there that are not listed are classes
+# that were removed, or that hardly anybody saves: they are treated as somebody's own.
 TORCH_LAYERS = tuple(
     """
     torch.nn.modules. torch.optim. torch.legacy.nn. torch.legacy.optim. torch.distributions. torch.ao.nn.
@@ -408,7 +406,7 @@ TORCH_LAYERS = tuple(
 )
 
 # Modules that every installation may have: a name in one of them that is in no row of the table is nobody's own class.
-# Here those that some version of Python from 3.6 to 3.14 has and some does not; beside them what this version has.
+# These are in some versions of Python from 3.6 to 3.14 but not in all; the running version's are added.
 PYTHON3 = """
     _aix_support _android_support _apple_support _ast_unparse _bootsubprocess _colorize _compression _crypt _hmac
     _interpchannels _interpqueues _interpreters _ios_support _msi _opcode_metadata _py_warnings _pydatetime _pylong
@@ -433,7 +431,7 @@ PYTHON2 = """
 
 INSTALLERS = "pip setuptools pkg_resources wheel ensurepip _distutils_hack distutils_hack"
 
-# What torch and numpy bring with them and require, in any version.
+# What torch and numpy, in any version, contain and require.
 REQUIRED = """
     _yaml caffe2 cuda f2py filelock fsspec functorch future isympy jinja2 libfuturize mkl markupsafe
     mpmath networkx numpy nvidia nvfuser opt_einsum optree past six sympy tbb torch torchgen
@@ -445,39 +443,39 @@ SHARED_MODULES = PYTHON_MODULES | frozenset(REQUIRED.split())
 
 
 def rebuild_functions() -> list[Global]:
-    """torch's functions that make a tensor of storages, arrays and other tensors."""
+    """torch's functions that make a tensor from storages, arrays and other tensors."""
     homes = ("torch._utils", "torch._tensor", "torch.tensor")
     return [Global(home, name) for home, name in _KINDS if home in homes and name.startswith("_rebuild_")]
 
 
 def value_word(name: Any) -> str:
-    """The word for what objects of a name are (see `Kind`); empty where the table has none."""
+    """The word for what a name's objects are (see `Kind`); empty where the table has none."""
     kind = kind_of(name)
     return kind.value if kind is not None else ""
 
 
 def kind_of(name: Any) -> Kind | None:
-    """The kind of a name; None for one that is not listed, and for what is no name."""
+    """The kind of a name; None for one that is not listed, and for anything that is not a name."""
     return _kind_of(name) if type(name) is Global else None
 
 
 @lru_cache(maxsize=1024)
 def _kind_of(listed: Global) -> Kind | None:
     module, name = listed.module, listed.name
-    found = _KINDS.get((HOMES.get(module, module), name))
-    if found is None and module.startswith("torch."):
+    kind = _KINDS.get((HOMES.get(module, module), name))
+    if kind is None and module.startswith("torch."):
         old = next((old for old in MOVED if module == old or module.startswith(f"{old}.")), None)
-        found = _KINDS.get((MOVED[old] + module.removeprefix(old), name)) if old is not None else None
-    if found is None and module.startswith(TORCH_LAYERS):
-        found = _CUSTOM if name.isidentifier() and name.lstrip("_")[:1].isupper() else None
-    return found
+        kind = _KINDS.get((MOVED[old] + module.removeprefix(old), name)) if old is not None else None
+    if kind is None and module.startswith(TORCH_LAYERS):
+        kind = _CUSTOM if name.isidentifier() and name.lstrip("_")[:1].isupper() else None
+    return kind
 
 
 def is_own(name: Any) -> bool:
-    """True for a class of people's own: of a module that is neither Python's, nor torch's, nor required by torch.
+    """True for a class of people's own, from a module that is neither Python's, nor torch's, nor required by torch.
 
-    A nested class (`Outer.Inner`) is one; a name behind something in lower case (`os.system`) leads out of the module
-    and is none.
+    A nested class (`Outer.Inner`) is one; a name after a lower-case part (`os.system`) leads out of the module and is
+    not.
     """
     return type(name) is Global and _is_own(name)
 
@@ -489,11 +487,11 @@ def _is_own(name: Global) -> bool:
     return (
         bool(top)
         and top not in SHARED_MODULES
-        and top != "__torch__"  # what a program declares, which is judged with the program
+        and top != "__torch__"  # declared by a program, and judged with it
         and all(part.lstrip("_")[:1].isupper() for part in outer)
     )
 
 
 def is_torch_name(name: Global) -> bool:
-    """True for torch's dtypes, storages, layouts and quantization schemes: constants, of which nothing is called."""
+    """True for torch's dtypes, storages, layouts and quantization schemes: constants that are not called."""
     return (name.module, name.name) in _CONSTANTS

@@ -1,8 +1,8 @@
 """The pickle machine: one loop over the opcodes that moves values on a stack; nothing is imported, resolved or called.
 
-The opcodes stand in the order of their frequency in torch files: the simplest arrangement that is fast (a table of
-methods takes twice as long). It never recurses and allocates nothing larger than the bytes that remain. What takes
-more than a line to read is read by the `PickleReader`, what takes more to make is made by the `ObjectMaker`.
+The opcodes are in the order of their frequency in torch files: the simplest arrangement that is fast (a table of
+methods takes twice as long). It never recurses and allocates nothing larger than the bytes that remain. What takes more
+than a line to read is read by the `PickleReader`, and what takes more to make is made by the `ObjectMaker`.
 Source of the opcodes: the comments of Lib/pickletools.py.
 """
 
@@ -20,7 +20,7 @@ from ckptool.pickles.objects import FRAME_END, ObjectMaker, PickleReader
 from ckptool.pickles.runs import Memo, Runs
 from ckptool.pickles.strings import python2_text
 
-STUB = 0xFF  # no opcode of Python's: in a skeleton, the number of a value that was left in the file follows
+STUB = 0xFF  # no opcode of Python's: in a skeleton, before the number of a value that stays in the file
 
 _INT = struct.Struct("<i").unpack_from
 _UINT = struct.Struct("<I").unpack_from
@@ -84,7 +84,7 @@ class Machine:
                     str(data[pos : pos + size], "utf-8", "surrogatepass") if size < 64 else reader.text(pos, size)
                 )
                 pos += size
-                # A tensor begins with two marks, behind the place of its name and its function (h. or j....).
+                # A tensor begins with two marks, after the memo index of its name and its function (h. or j....).
                 if runs is not None and b"((" in (data[pos + 7 : pos + 9], data[pos + 10 : pos + 12]):
                     pos, count = runs.read(data, pos, stack, memo, length_hint(steps))
                     next(islice(steps, count, count), None)

@@ -1,7 +1,7 @@
-"""What the machine asks for: the bytes of a pickle, with its place, its frame and the arguments of opcodes; and the
-nodes that the opcodes make: names, calls, items, elements, states.
+"""The machine's two helpers: the reader of a pickle's bytes, frames and opcode arguments; and the maker of the nodes
+that opcodes describe: names, calls, items, elements, states.
 
-Nothing is copied before it is known to be there, and everything raised says at which byte.
+Nothing is copied before it is known to be there, and every error names the byte.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict, Set, 
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, UnsafeObject, counted
 from ckptool.pickles.calls import is_quiet, stands_alone
 from ckptool.pickles.known import kind_of
-from ckptool.pickles.strings import MAX_STRING, key_text, python2_text, python2_unescaped, whole
+from ckptool.pickles.strings import MAX_STRING, key_text, python2_text, python2_unescaped, unstub
 from ckptool.pickles.torch_objects import Builder, TakesState, set_tensor_state
 
 MAX_INTEGER_BITS = 4_096
-# Numbers that all readers take for the same: of a leading zero, C's makes octal up to Python 3.13, and Python's own an
-# error.
+# Numbers that all readers read alike: a leading zero means octal to C's up to Python 3.13, and is an error to Python's
+# own.
 _NUMBER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)")
 _TRUTHS = {"00": False, "+0": False, "-0": False, "01": True, "+1": True}
 _FLOAT = r"(?i)[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?|inf(?:inity)?|nan)"
-FRAME_END = 0xFE  # no opcode of Python's: it stands behind the copy of a frame
+FRAME_END = 0xFE  # no opcode of Python's: it follows the copy of a frame
 DAMAGED = "The pickle is damaged or malicious."
 
 
 class PickleReader:
-    """A pickle and the place `at` in its `data`, which is the pickle or the frame that begins at its byte `base`."""
+    """A pickle and the position `at` in `data`, which is the pickle or the frame that begins at its byte `base`."""
 
     __slots__ = ("at", "base", "data", "in_frame", "outer")
 
@@ -43,24 +43,24 @@ class PickleReader:
         self.at = 0
 
     def straddling(self) -> Corrupt:
-        """The error where the bytes of a frame run out in the middle of an opcode."""
+        """The error for a frame that ends in the middle of an opcode."""
         return Corrupt(f"an opcode runs past the end of the frame that begins at byte {self.base:,}", DAMAGED)
 
     def corrupt(self, pos: int, what: str) -> Corrupt:
-        """The error about the byte at `pos`."""
+        """The error for damage at byte `pos`."""
         self.at = pos
         return Corrupt(what, DAMAGED)
 
     def beyond(self, pos: int, what: str, why: str) -> LimitExceeded:
-        """The error about more than is read, at the byte at `pos`."""
+        """The error for an exceeded limit at byte `pos`."""
         self.at = pos
         return LimitExceeded(what, why)
 
-    # Frames: the machine works on a copy of one at a time, with an opcode of our own behind it. Nothing can reach over
-    # its end then.
+    # Frames: the machine works on a copy of one at a time, followed by an opcode of our own, so that nothing can reach
+    # past its end.
 
     def enter_frame(self, begin: int, size: int) -> bytes:
-        """The bytes to go on with, from their first."""
+        """The bytes of the frame, to continue at their first."""
         if self.in_frame:
             raise self.corrupt(begin, "a frame inside a frame")
         if size > len(self.data) - begin:
@@ -85,7 +85,7 @@ class PickleReader:
     # Arguments ---------------------------------------------------------------------------------------------------
 
     def take(self, pos: int, size: int) -> bytes:
-        """So many bytes; raises `Truncated` where fewer are left, before any are copied."""
+        """The next `size` bytes; raises `Truncated` where fewer are left, before any are copied."""
         if size < 0:
             raise self.corrupt(pos, f"a length of {size:,}")
         if size > len(self.data) - pos:
@@ -95,7 +95,7 @@ class PickleReader:
         return self.data[pos : pos + size]
 
     def text(self, pos: int, size: int) -> str:
-        """UTF-8, in which pickles may have lone surrogates."""
+        """UTF-8 text, in which pickles may have lone surrogates."""
         if size > MAX_STRING:
             raise self.beyond(pos, f"a text of {size:,} bytes", f"At most {MAX_STRING:,} are read.")
         raw = self.take(pos, size)
@@ -105,7 +105,7 @@ class PickleReader:
             raise self.corrupt(pos, "text that is not UTF-8") from None
 
     def integer(self, pos: int, size: int) -> int:
-        """A little-endian integer of so many bytes."""
+        """A little-endian integer of `size` bytes."""
         if size * 8 > MAX_INTEGER_BITS:
             what = f"an integer of {counted(size * 8, 'bit')}"
             raise self.beyond(pos, what, f"At most {MAX_INTEGER_BITS:,} are read.")
@@ -130,7 +130,7 @@ class PickleReader:
             raise self.corrupt(pos, "a name that is not UTF-8") from None
 
     def unescaped(self, raw: bytes, pos: int) -> str:
-        """The text of a Unicode literal without its quotes."""
+        """The text of a Unicode literal without quotes."""
         try:
             return raw.decode("raw_unicode_escape")
         except UnicodeDecodeError:
@@ -144,7 +144,7 @@ class PickleReader:
         return python2_text(python2_unescaped(raw[1:-1]))
 
     def number(self, line: str, pos: int) -> int:
-        """The integer that a line spells."""
+        """The integer that a line holds."""
         if len(line) > MAX_INTEGER_BITS // 4:
             raise self.corrupt(pos, f"an integer of {counted(len(line), 'digit')}")
         if _NUMBER.fullmatch(line) is None:
@@ -152,8 +152,8 @@ class PickleReader:
         return int(line)
 
     def scalar(self, op: int, line: str, pos: int) -> Any:
-        """The number that a line of protocol 0 spells."""
-        if op == 0x49:  # INT, which also spells the booleans of protocol 0: to C's reader, a 0 or 1 of two characters
+        """The number that a line of protocol 0 holds."""
+        if op == 0x49:  # INT, also for protocol 0's booleans: to C's reader, a 0 or 1 of two characters
             return _TRUTHS[line] if line in _TRUTHS else self.number(line, pos)
         if op == 0x4C:  # LONG
             return self.number(line.removesuffix("L"), pos)
@@ -164,46 +164,46 @@ class PickleReader:
 
 
 MAX_KEY_DEPTH = 4
-FREE_NAMED = 1 << 18  # attributes that objects of the smallest pickle may have, each counted for every object
+FREE_NAMED = 1 << 18  # attributes of objects in the smallest pickle, counted for every object that has them
 MAX_NAME = 1_000  # characters of a module and a name in it
-MAX_NAMES = 20_000  # of classes and functions, each counted once; whole models name some hundreds
+MAX_NAMES = 20_000  # of classes and functions, each counted once; pickled models name some hundreds
 
 
 class ObjectMaker:
-    """Makes and fills the nodes of one pickle; remembers those that are not inert, as it may throw them away."""
+    """Makes and fills the nodes of one pickle; remembers those that are not inert, as the pickle may discard them."""
 
-    __slots__ = ("builders", "byte_strings", "gradients", "hashed", "left", "limit", "names", "objects", "reader",
+    __slots__ = ("budget", "builders", "byte_strings", "gradients", "hashed", "limit", "names", "objects", "reader",
                  "repeated", "stubs")  # fmt: skip
 
     def __init__(self, reader: PickleReader, builders: Mapping[Global, Builder], limit: int, stubs: bool) -> None:
-        self.reader = reader  # which errors say where they are on
+        self.reader = reader  # where errors record their byte
         self.builders = builders
         self.limit = limit
-        self.left = max(FREE_NAMED, len(reader.data))  # what is still judged, each time that it is given to an object
-        self.stubs = stubs  # whether some texts may still lie in the file
+        self.budget = max(FREE_NAMED, len(reader.data))  # attributes still to be judged, once per object
+        self.stubs = stubs  # whether some texts may be stubs
         self.byte_strings = 0  # texts of Python 2 that are not UTF-8
         self.names: dict[Global, None] = {}
-        self.objects: dict[int, Object] = {}  # those that are not plainly inert
+        self.objects: dict[int, Object] = {}  # those that are not inert
         self.gradients = 0  # inside of old parameters
         self.hashed = 0  # parts of keys so far
-        self.repeated: list[tuple[Any, Any, Any]] = []  # keys that came again, with the value before and after
+        self.repeated: list[tuple[Any, Any, Any]] = []  # repeated keys, with the old and the new value
 
     def name(self, module: str, attribute: str, pos: int) -> Global:
-        """A name that pickles may have; it is never looked up."""
+        """A name in a pickle; it is never looked up."""
         if not (module.isprintable() and attribute.isprintable()):
             raise self.reader.corrupt(pos, f"the name {module[:200]}.{attribute[:200]}")
         if (length := len(module) + len(attribute)) > MAX_NAME:
             what = f"a class or function with a name of {counted(length, 'character')}"
             raise self.reader.beyond(pos, what, "No program has such a name; the file is probably malicious.")
-        found = Global(module, attribute)
-        self.names[found] = None
+        node = Global(module, attribute)
+        self.names[node] = None
         if len(self.names) > MAX_NAMES:
             what = f"more than {MAX_NAMES:,} different classes and functions"
             raise self.reader.beyond(pos, what, "Real checkpoints do not name so many; the file is probably malicious.")
-        return found
+        return node
 
     def computed(self, module: Any, attribute: Any, pos: int) -> CkptoolError:
-        """The error for a name that is no text."""
+        """The error for a name that is not text."""
         if isinstance(module, Object) or isinstance(attribute, Object):
             self.reader.at = pos
             why = "What would be called is decided by calling something else first."
@@ -211,10 +211,10 @@ class ObjectMaker:
         return self.reader.corrupt(pos, "a name is computed, not text")
 
     def call(self, fn: Any, args: tuple[Any, ...], how: str, kwargs: Any = None) -> Object:
-        """The object that stands for a call, which is not made."""
-        made = Object(fn, args, how, kwargs)
-        self._judge(made)
-        return made
+        """The object that represents a call; nothing is called."""
+        node = Object(fn, args, how, kwargs)
+        self._judge(node)
+        return node
 
     def new(self, cls: Any, args: Any, kwargs: Any, pos: int) -> Any:
         """The result of NEWOBJ for a class: its builder's, or an inert object."""
@@ -225,11 +225,11 @@ class ObjectMaker:
         return self.call(cls, args, "new", kwargs or None) if value is NotImplemented else value
 
     def instance(self, cls: Any, args: tuple[Any, ...]) -> Any:
-        """The result of INST and OBJ, which call the class; without arguments they only make its object."""
+        """The result of INST and OBJ, which call the class; without arguments they only make an object."""
         return self.call(cls, args, "call") if args or kind_of(cls) is None else self.new(cls, (), None, self.reader.at)
 
     def set_items(self, target: Any, items: list[Any], pos: int) -> None:
-        """Puts keys and values in turn into a dictionary, or an object like one; of a key twice the last value."""
+        """Puts alternating keys and values into a dictionary or an object like one; of a key twice the last value."""
         if isinstance(target, dict):
             mapping = target
         elif type(target) is Object:
@@ -237,23 +237,23 @@ class ObjectMaker:
                 target.items = {}
                 self._judge(target)
             mapping = target.items
-        elif not items:  # which nothing is asked for
+        elif not items:  # nothing is called
             return
         else:
             raise self._misused(target, pos, "items set on")
         if len(items) % 2:
             raise self.reader.corrupt(pos, "a key without a value")
-        keys = items[::2] if not self.stubs and not self.byte_strings else [key_text(whole(key)) for key in items[::2]]
+        keys = items[::2] if not self.stubs and not self.byte_strings else [key_text(unstub(key)) for key in items[::2]]
         for key in keys:
             if type(key) is not str and type(key) is not int:
                 self._check_key(key, pos)
         size = len(mapping)
-        if (size + len(keys)).bit_length() > max(7, size.bit_length()):  # now and then, so that it costs nothing
+        if (size + len(keys)).bit_length() > max(7, size.bit_length()):  # only now and then, so that it costs nothing
             self.reader.at = pos
             check_collisions(chain(mapping, keys))
         before = {key: mapping[key] for key in keys if key in mapping} if size else {}
         mapping.update(zip(keys, items[1::2], strict=True))
-        if len(mapping) != size + len(keys):  # then the last value counts, in every reader
+        if len(mapping) != size + len(keys):  # a repeated key: the last value counts, in every reader
             for key, value in zip(keys, items[1::2], strict=True):
                 if before.setdefault(key, value) is not value:
                     self.repeated.append((key, before[key], value))
@@ -277,7 +277,7 @@ class ObjectMaker:
             raise self.reader.corrupt(pos, f"a {_kind(key)} as a dictionary key")
 
     def append(self, target: Any, items: list[Any], pos: int) -> None:
-        """Values to the end of a list, or of an object that is like one."""
+        """Appends values to a list, or to an object that is like one."""
         if type(target) is list:
             target.extend(items)
         else:
@@ -294,28 +294,28 @@ class ObjectMaker:
         if len(target.elements) == len(items):
             self._judge(target)
 
-    def _judge(self, made: Object) -> None:
-        """Remembers an object that is not inert, or no longer by what it was given.
+    def _judge(self, node: Object) -> None:
+        """Remembers an object that is not inert, or no longer is after what was set on it.
 
-        Its attributes and texts are looked at, and many objects may share them: they are counted for each.
+        Its attributes and texts are looked at, and many objects may share them: they are counted for each object.
         """
-        if id(made) in self.objects:
+        if id(node) in self.objects:
             return
-        given = made.state if type(made.state) is tuple and len(made.state) < 10 else (made.state,)
-        for part in (*made.args[:4], *given):
+        states = node.state if type(node.state) is tuple and len(node.state) < 10 else (node.state,)
+        for part in (*node.args[:4], *states):
             if isinstance(part, (dict, tuple)):
                 parts = part if type(part) is tuple and len(part) == 2 else (part,)
-                self.left -= sum([len(each) for each in parts if isinstance(each, dict)])
+                self.budget -= sum([len(attributes) for attributes in parts if isinstance(attributes, dict)])
             elif type(part) is str:
-                self.left -= len(part) // 64
-        if self.left < 0:
+                self.budget -= len(part) // 64
+        if self.budget < 0:
             why = "Looking through it each time takes too long; the file is probably malicious."
             raise self.reader.beyond(self.reader.at, "objects that share what they are made of", why)
-        if not is_quiet(made):
-            self.objects[id(made)] = made
+        if not is_quiet(node):
+            self.objects[id(node)] = node
 
     def add(self, target: Any, items: list[Any], pos: int) -> None:
-        """Values into a set, or an object that is like one."""
+        """Adds values to a set, or to an object that is like one."""
         if type(target) is Set:
             if not all(map(is_hashable, items)):
                 raise self.reader.corrupt(pos, "a set of values that can be changed")
@@ -326,7 +326,7 @@ class ObjectMaker:
                 target.adds = True
 
     def set_state(self, target: Any, state: Any, pos: int) -> None:
-        """Sets what BUILD gives: the state of an object, the attributes of an `OrderedDict`, the flags of a tensor."""
+        """Sets BUILD's state: of an object, the attributes of an `OrderedDict`, the flags of a tensor."""
         if type(target) is Object and target.state is MISSING:
             target.state = state
             self._judge(target)
@@ -345,25 +345,25 @@ class ObjectMaker:
             self.gradients += len(state) == 5 and state[1] is not None
 
     def _misused(self, target: Any, pos: int, what: str) -> CkptoolError:
-        """The error for what is done to a value that does not take it; on a name it would call methods."""
+        """The error for an operation that a value does not support; on a name it would call methods."""
         if type(target) is Global:
             self.reader.at = pos
             return UnsafeObject(f"{what} {target} itself", "Loading the file would change what that name stands for.")
         return self.reader.corrupt(pos, f"{what} a {_kind(target)}")
 
     def discarded(self, root: Any) -> tuple[Any, ...]:
-        """The objects and names that are not inert and not in the tree: loading makes and imports them all the same."""
+        """The objects and names that are not inert and not in the tree: loading makes and imports them nevertheless."""
         names = {name for name in self.names if not stands_alone(name) and name not in self.builders}
         if not names and not self.objects:
             return ()
-        seen = set(map(id, visit(root, _parts)))
-        lost = [made for made in self.objects.values() if id(made) not in seen]
-        names -= {made.fn for made in lost if type(made.fn) is Global}
-        return (*lost, *sorted((name for name in names if id(name) not in seen), key=str))
+        in_tree = set(map(id, visit(root, _parts)))
+        lost = [node for node in self.objects.values() if id(node) not in in_tree]
+        names -= {node.fn for node in lost if type(node.fn) is Global}
+        return (*lost, *sorted((name for name in names if id(name) not in in_tree), key=str))
 
 
 def _parts(node: Any) -> Iterator[Any]:
-    """What is in a node, without the leaves that builders made, of which a table has hundreds of thousands."""
+    """The parts of a node, without the leaves that builders made, of which a table has hundreds of thousands."""
     return (part for part in structural_parts(node) if not isinstance(part, TakesState))
 
 

@@ -1,7 +1,7 @@
-"""Objects as Python's own values (dates, numbers, paths, containers, configuration), made of what their pickles say;
-and values for people and programs: a line of text, and JSON that is bounded whatever a value refers to.
+"""Objects as Python's own values (dates, numbers, paths, containers, configuration), made from their pickles; and
+values for people and programs: a line of text, and JSON that is bounded whatever a value refers to.
 
-`pickles.known` says by a word what an object is; here stands how the value of each such object is made.
+`pickles.known` says by a word what an object is; this module makes the value of each such object.
 Sources: the `__reduce__` methods of the standard library (Python 3.8 to 3.14), torch, numpy 1 and 2, and omegaconf 2.
 """
 
@@ -25,10 +25,9 @@ from ckptool.errors import CkptoolError, counted, printable
 from ckptool.pickles.known import is_torch_name, value_word
 
 Make = Callable[[Object], Any]
-"""The value of an object. `NotImplemented`, or one of `_NOT_WRITTEN_SO`, where its class would not have written
-that."""
+"""The value of an object. `NotImplemented`, or one of `_MALFORMED`, for what its class would not have written."""
 
-_NOT_WRITTEN_SO = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
+_MALFORMED = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
 
 
 def plain(value: Any) -> Any:
@@ -39,49 +38,49 @@ def plain(value: Any) -> Any:
     """
 
     def expanded(node: Object) -> Any:
-        found = expand(node)
-        return found if isinstance(found, Object) else mapper.handled(found)
+        result = expand(node)
+        return result if isinstance(result, Object) else mapper.handled(result)
 
     kinds: dict[type, Any] = dict.fromkeys((dict, OrderedDict), partial(copy_dict, put=_put))
     mapper = GraphMapper({**COPY, **kinds, Object: expanded, Global: shown})
     return mapper.map(value)
 
 
-def _put(made: dict[Any, Any], key: Any, new: Any, item: Any) -> None:
+def _put(target: dict[Any, Any], key: Any, new: Any, item: Any) -> None:
     try:
-        made[key if new in made else new] = item
-    except TypeError:  # it became a list or a dictionary, which no key can be
-        made[key] = item
+        target[key if new in target else new] = item
+    except TypeError:  # a key became a list or a dictionary
+        target[key] = item
 
 
 def shown(name: Global) -> Any:
-    """A name of torch's as text, which says all there is to say; any other stays a name."""
+    """A name of torch's as text, which says it all; any other stays a name."""
     return str(name) if is_torch_name(name) else name
 
 
 def expand(node: Object) -> Any:
-    """An object as Python's own value (of a container, the parts are still nodes); the node itself if it is unknown."""
+    """An object as Python's own value (a container's parts are still nodes); the node itself if it is unknown."""
     make = _VALUES.get(value_word(node.fn))
     try:
         value = make(node) if make is not None else node
-    except (CkptoolError, *_NOT_WRITTEN_SO):
+    except (CkptoolError, *_MALFORMED):
         return node
     return node if value is NotImplemented else value
 
 
-# Of their arguments alone ---------------------------------------------------------------------------------------------
+# From their arguments -------------------------------------------------------------------------------------------------
 
 
-def _made(node: Object, levels: int = 3) -> Any:
-    """What a function of the table makes of the arguments of an object, each of one of its kinds.
+def _from_arguments(node: Object, levels: int = 3) -> Any:
+    """What a function of the table makes from an object's arguments, each of one of the listed types.
 
-    Raises `TypeError` for an object with more than arguments, or with more of them, in one another, than a date has.
+    Raises `TypeError` for an object with more than arguments, or with more of them, or deeper nested, than a date has.
     """
-    make, *kinds = _MADE[value_word(node.fn)]
-    only = node.state is MISSING or node.state is None or node.state == {}
-    if not only or node.kwargs or node.items or node.elements is not None or len(node.args) > 10 or not levels:
+    make, *kinds = _FROM_ARGUMENTS[value_word(node.fn)]
+    is_bare = node.state is MISSING or node.state is None or node.state == {}
+    if not is_bare or node.kwargs or node.items or node.elements is not None or len(node.args) > 10 or not levels:
         raise TypeError("more than its arguments, or too many")
-    args = [_made(part, levels - 1) if isinstance(part, Object) else part for part in node.args]
+    args = [_from_arguments(part, levels - 1) if isinstance(part, Object) else part for part in node.args]
     if not all(isinstance(arg, tuple(kinds) or object) for arg in args):
         raise TypeError("an argument of another kind")
     return make(*args)
@@ -96,7 +95,7 @@ def _fraction(*args: Any) -> Any:
     """Fractions are pickled as `numerator/denominator`. An exponent, which Python reads too, could take all memory."""
     if any(type(arg) is str and (len(arg) > 2_500 or not set(arg) <= set("-0123456789/")) for arg in args):
         raise ValueError("not as it is written")
-    from fractions import Fraction  # with decimal, which next to no file needs
+    from fractions import Fraction  # imports decimal, which hardly any file needs
 
     return Fraction(*args)
 
@@ -110,7 +109,7 @@ def _device(kind: Any, index: Any = None, *_: Any) -> Any:
     return str(kind) if index is None else f"{kind}:{index}"
 
 
-_MADE: dict[str, tuple[Any, ...]] = {
+_FROM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "datetime": (partial(_dated, datetime.datetime),),
     "date": (partial(_dated, datetime.date),),
     "time": (partial(_dated, datetime.time),),
@@ -118,7 +117,7 @@ _MADE: dict[str, tuple[Any, ...]] = {
     "timezone": (_timezone,),
     "decimal": (lambda *args: import_module("decimal").Decimal(*args), str),
     "fraction": (_fraction, str, int),
-    # a path of the other system's kind cannot be made here, and is a pure one
+    # a path of the other system's kind cannot be made here and becomes a pure one
     "posix path": (pathlib.Path if os.name == "posix" else pathlib.PurePosixPath, str),
     "windows path": (pathlib.Path if os.name != "posix" else pathlib.PureWindowsPath, str),
     "pure posix path": (pathlib.PurePosixPath, str),
@@ -138,13 +137,13 @@ _MADE: dict[str, tuple[Any, ...]] = {
 
 
 def _list(node: Object) -> Any:
-    """The items that a list, a tuple or a deque was made of, and those appended to it."""
+    """The items that a list, a tuple or a deque was made from, and those appended to it."""
     first = node.args[0] if node.args else []
     return [*first, *(node.elements or ())] if isinstance(first, (list, tuple)) else NotImplemented
 
 
 def _attribute(name: str, *kinds: type) -> Make:
-    """The attribute of this name, in which a wrapper has what it holds."""
+    """Makes the value from the attribute of this name, in which a wrapper keeps its content."""
 
     def value(node: Object) -> Any:
         held = node.attributes[name]
@@ -163,13 +162,13 @@ def _uuid(node: Object) -> Any:
 
 
 def _scalar(node: Object) -> Any:
-    found = array(node)
-    values = found.values()
-    return found if values is None else values[0]
+    scalar = array(node)
+    values = scalar.values()
+    return scalar if values is None else values[0]
 
 
 _VALUES: dict[str, Make] = {
-    **dict.fromkeys(_MADE, _made),
+    **dict.fromkeys(_FROM_ARGUMENTS, _from_arguments),
     "uuid": _uuid,
     "array": array,
     "array scalar": _scalar,
@@ -185,7 +184,7 @@ _VALUES: dict[str, Make] = {
     "dict": lambda node: dict(node.items or {}) if not node.args else NotImplemented,
     **dict.fromkeys(("deque", "list"), _list),
     "tuple": lambda node: NotImplemented if (items := _list(node)) is NotImplemented else tuple(items),
-    # None and missing values (`???`) stay those
+    # None and missing values (`???`) stay as they are
     "omegaconf": _attribute("_content", dict, list, str, type(None)),
     "omegaconf node": _attribute("_val", object),
     "mmengine config": _attribute("_cfg_dict", dict, Object),
@@ -196,7 +195,7 @@ _VALUES: dict[str, Make] = {
 
 
 def summary(value: Any, width: int = 60) -> str:
-    """A printable line that says what a value of a tree is: `0.001`, `'adam'`, `3 items`, `numpy array f64[3, 4]`."""
+    """A printable line for a value of a tree: `0.001`, `'adam'`, `3 items`, `numpy array f64[3, 4]`."""
     text = _summary(expand(value) if isinstance(value, Object) else value, width)
     return text if len(text) <= width else text[: max(1, width - 1)] + "…"
 
@@ -239,7 +238,7 @@ def _summary(value: Any, width: int) -> str:
 
 
 def _listed(items: Sequence[Any], name: str, begin: str, end: str, width: int) -> str:
-    """The items where they are few and short, else how many there are."""
+    """The items if they are few and short, else how many there are."""
     if len(items) <= 8 and all(isinstance(item, (str, int, float, bool, type(None))) for item in items):
         text = f"{begin}{', '.join(_summary(item, width) for item in items)}{end}"
         if len(text) <= width or not items:
@@ -252,7 +251,7 @@ def _listed(items: Sequence[Any], name: str, begin: str, end: str, width: int) -
 MAX_JSON_DEPTH = 100
 MAX_JSON_NODES = 100_000
 MAX_JSON_BYTES = 4_096
-SHORT = 128  # characters: a text counts as one value for each so many
+SHORT = 128  # characters: a text counts as one value for every so many
 
 
 def to_json(value: Any) -> Any:
@@ -272,15 +271,15 @@ def to_jsons(values: Sequence[Any]) -> list[Any]:
 
 
 class _Json:
-    def __init__(self, left: int) -> None:
-        self.left = left
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
 
     def _affordable(self, size: int) -> bool:
-        """Takes what a text costs from what is left; False where that is more."""
+        """Charges the cost of a text to the budget; False where that is less."""
         cost = size // SHORT
-        if cost > max(0, self.left):
+        if cost > max(0, self.budget):
             return False
-        self.left -= cost
+        self.budget -= cost
         return True
 
     def value(self, value: Any, depth: int) -> Any:
@@ -293,8 +292,8 @@ class _Json:
             return _without_surrogates(value)
         if kind is int and self._affordable(value.bit_length() // 4):
             return hex(value)
-        self.left -= kind is not str and kind is not int
-        if kind is str or kind is int or depth >= MAX_JSON_DEPTH or self.left < 0:
+        self.budget -= kind is not str and kind is not int
+        if kind is str or kind is int or depth >= MAX_JSON_DEPTH or self.budget < 0:
             return {"...": summary(value)}
         match value:
             case dict():
@@ -319,17 +318,17 @@ class _Json:
                 return facts
             case Object(args=args, items=items, elements=elements, attributes=state):
                 parts = {"args": args, "items": items, "elements": elements, "state": state}
-                said = {name: self.value(part, depth + 1) for name, part in parts.items() if part}
-                return {"object": printable(value.name), **said}
+                fields = {name: self.value(part, depth + 1) for name, part in parts.items() if part}
+                return {"object": printable(value.name), **fields}
             case StorageRef():
                 return summary(value)
         return printable(str(value))
 
     def _some(self, values: Any) -> Iterator[Any]:
         for value in values:
-            if self.left < 0:
+            if self.budget < 0:
                 return
-            self.left -= 1
+            self.budget -= 1
             yield value
 
     def _key(self, key: Any, owner: dict[Any, Any]) -> str:
@@ -345,5 +344,5 @@ _NOT_FINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
 def _without_surrogates(text: str) -> str:
-    """Lone surrogates cannot be written as UTF-8: they become escapes."""
+    """The text with lone surrogates, which UTF-8 cannot hold, as escapes."""
     return text.encode("utf-8", "backslashreplace").decode()

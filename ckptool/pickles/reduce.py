@@ -1,7 +1,7 @@
 """Live Python objects as the values of a tree: what a pickle of them would say, without pickle.
 
-Each object says itself how it would be pickled (`__reduce_ex__`, as Python's pickler asks it); the answer becomes an
-inert node. Needs no torch: `bridge` adds what torch's own objects say.
+Each object says how it would be pickled (`__reduce_ex__`, as Python's pickler calls it); the answer becomes an inert
+node. Needs no torch: `bridge` adds torch's own objects.
 Source of the conventions: PEP 307 and Modules/_pickle.c (save_reduce, save_global).
 """
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import numpy
 
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
-# Classes that have no name to be imported by: that of their one object.
+# Classes that cannot be imported by name: that of their only object.
 _TYPES_OF: dict[Any, Any] = {
     type(None): None,
     type(...): Global("__builtin__", "Ellipsis"),
@@ -64,42 +64,42 @@ def from_live(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool 
 
 
 class LiveReader:
-    """Reads one tree of live objects. `begin` says what one object becomes; a subclass knows more kinds."""
+    """Reads one tree of live objects. `special` says what an object becomes; subclasses know more kinds."""
 
     def __init__(self, arrays_as_tensors: bool, keep_unknown: bool) -> None:
         self.arrays_as_tensors, self.keep_unknown = arrays_as_tensors, keep_unknown
         self.mapper = GraphMapper({**_HANDLERS, object: self.special})
-        # what stands in the tree for it, its name, how to save it after all
+        # its stand-in in the tree, its name, how to save it after all
         self.refused: list[tuple[Object, str, str]] = []
-        self.name_of = cache(name_of)  # looking one up can mean looking through all modules
+        self.name_of = cache(name_of)  # a lookup may have to search all modules
 
     def read(self, tree: Any) -> Any:
         try:
-            made = self.mapper.map(tree.tree if isinstance(tree, Checkpoint) else tree)
+            result = self.mapper.map(tree.tree if isinstance(tree, Checkpoint) else tree)
         finally:
-            del self.mapper  # which holds this object, and all that was read
+            del self.mapper  # which refers to this object and everything that was read
         if self.refused:
-            raise self._refusal(made)
-        return made
+            raise self._refusal(result)
+        return result
 
     def _refusal(self, tree: Any) -> Unsupported:
-        wanted = {id(node): name for node, name, _ in self.refused}
-        places = places_in(tree, wanted)
-        names = [f"{name} at {places[key]}" for key, name in wanted.items() if key in places]
+        names_of = {id(node): name for node, name, _ in self.refused}
+        places = places_in(tree, names_of)
+        names = [f"{name} at {places[key]}" for key, name in names_of.items() if key in places]
         fix = "Save what it holds as plain values: vars(object), dict(object), str(object)."
         fix = next((fix for _, _, fix in self.refused if fix), fix)
         why = "Loading the file would run code of its class, and fail where that class is missing."
         return Unsupported(f"cannot save {listed(names)}", why, fix)
 
     def special(self, value: Any) -> Any:
-        """The result for what is neither a scalar nor a container."""
+        """The result for an object that is neither a scalar nor a container."""
         if value is Ellipsis or value is NotImplemented:
             return Global("__builtin__", str(value))
         if isinstance(value, _NAMED):
             if value in _TYPES_OF:
                 return Object(Global("__builtin__", "type"), (_TYPES_OF[value],))
             name = self.name_of(value)
-            # a method of C's, as `torch.relu` is, is pickled as the attribute of what it belongs to
+            # a C method, such as `torch.relu`, is pickled as an attribute of its owner
             if name is not None or not isinstance(value, types.BuiltinFunctionType):
                 return name or self.refuse(value, "a function or class that cannot be imported by name")
         if self.arrays_as_tensors and _is_array(value):
@@ -107,21 +107,21 @@ class LiveReader:
         return self.reduced(value)
 
     def reduced(self, value: Any) -> Any:
-        """The object as it says itself that it is to be pickled."""
+        """The node for an object as its own `__reduce_ex__` says."""
         registered = copyreg.dispatch_table.get(type(value))
         try:
             answer = registered(value) if registered is not None else value.__reduce_ex__(2)
-        except Exception:  # noqa: BLE001 (any class may refuse in any way)
+        except Exception:  # noqa: BLE001 (a class may refuse in any way)
             return self.refuse(value)
         if isinstance(answer, str):
             name = Global(getattr(value, "__module__", None) or type(value).__module__, answer)
-            return name if _found(name.module, name.name) is value else self.refuse(value)
+            return name if _looked_up(name.module, name.name) is value else self.refuse(value)
         return self.called(value, *answer) if isinstance(answer, tuple) and len(answer) > 1 else self.refuse(value)
 
     def called(self, value: Any, function: Any, args: tuple[Any, ...], *after: Any) -> Any:
-        """A call of `function`, and what is done to its result; refused where the function is not known."""
-        more: tuple[Any, ...] = (*after, None, None, None, None)
-        state, elements, items, setter = more[:4]
+        """A call of `function` and what is then set on its result; refused where the function is not known."""
+        parts: tuple[Any, ...] = (*after, None, None, None, None)
+        state, elements, items, setter = parts[:4]
         how, kwargs = "call", None
         if function.__name__ == "__newobj__":
             how, function, args = "new", args[0], args[1:]
@@ -134,16 +134,16 @@ class LiveReader:
         plain = plain and all(kind_of(self.name_of(arg)) for arg in args if isinstance(arg, _NAMED))
         if name is None or setter is not None or not (plain or self.keep_unknown):
             return self.refuse(value)
-        made = Object(name, (), how)
+        node = Object(name, (), how)
 
         def fill(of: Of) -> None:
-            made.args = of(args)
-            made.kwargs = of(kwargs) if kwargs else None
-            made.elements = [of(element) for element in elements] if elements is not None else None
-            made.items = {of(key): of(item) for key, item in items} if items is not None else None
-            made.state = of(state) if state is not None else MISSING
+            node.args = of(args)
+            node.kwargs = of(kwargs) if kwargs else None
+            node.elements = [of(element) for element in elements] if elements is not None else None
+            node.items = {of(key): of(item) for key, item in items} if items is not None else None
+            node.state = of(state) if state is not None else MISSING
 
-        return FillLater(made, fill)
+        return FillLater(node, fill)
 
     def refuse(self, value: Any, name: str = "", fix: str = "") -> Any:
         """Marks an object that cannot be saved; all of them are named at the end."""
@@ -156,12 +156,12 @@ class LiveReader:
         return stand_in
 
 
-def places_in(tree: Any, wanted: Collection[int]) -> dict[int, str]:
-    """Where nodes are first, by their ids: their addresses; of what was set on a tensor, and of keys, that of what they
-    are in."""
+def places_in(tree: Any, ids: Collection[int]) -> dict[int, str]:
+    """The first address of each node, by id; for what was set on a tensor, and for keys, the address of their
+    container."""
     places, seen = dict[int, str](), set[int]()
 
-    def once(node: Any) -> Iterable[Any]:  # however many tensors refer to it
+    def once(node: Any) -> Iterable[Any]:  # even if many tensors refer to it
         if id(node) in seen:
             return ()
         seen.add(id(node))
@@ -170,43 +170,43 @@ def places_in(tree: Any, wanted: Collection[int]) -> dict[int, str]:
     for path, node in walk(tree):
         inside = visit(node, once) if isinstance(node, Composite) else node if isinstance(node, dict) else ()
         for part in (node, *inside):
-            if id(part) in wanted:
+            if id(part) in ids:
                 places.setdefault(id(part), address(path) or "the top")
     return places
 
 
 def _dict(value: dict[Any, Any]) -> Any:
     plain = type(value) in (dict, ReadOnlyDict)
-    made: dict[Any, Any] = {} if plain else OrderedDict()
+    result: dict[Any, Any] = {} if plain else OrderedDict()
     attributes = None if plain else value.attributes if isinstance(value, OrderedDict) else vars(value) or None
 
     if plain and len(value) <= 2 and all(type(part) in SCALARS for item in value.items() for part in item):
-        made.update(value)  # complete at once: what is made of it (a tensor's `{"conj": True}`) may look inside
-        return made
+        result.update(value)  # complete at once, as what is made from it (a tensor's `{"conj": True}`) may look inside
+        return result
 
     def fill(of: Of) -> None:
-        made.update((of(key), of(item)) for key, item in value.items())
-        if isinstance(made, OrderedDict):
-            made.attributes = of(attributes)
+        result.update((of(key), of(item)) for key, item in value.items())
+        if isinstance(result, OrderedDict):
+            result.attributes = of(attributes)
 
-    return FillLater(made, fill)
+    return FillLater(result, fill)
 
 
 def _set(value: Any) -> Any:
-    """A set, sorted if its items are plain: Python orders texts differently in each run, and the same set is the same
-    bytes."""
+    """A set, sorted if its items are plain: Python orders texts differently in each run, but the same set must give the
+    same bytes."""
     items: Iterable[Any] = value.items if isinstance(value, Set) else value
     if not isinstance(value, Set):
         with suppress(TypeError):
             items = sorted(items, key=_sort_key)
-    made = Set([], value.frozen if isinstance(value, Set) else isinstance(value, frozenset))
-    return FillLater(made, lambda of: made.items.extend(map(of, items)))
+    result = Set([], value.frozen if isinstance(value, Set) else isinstance(value, frozenset))
+    return FillLater(result, lambda of: result.items.extend(map(of, items)))
 
 
 def _sort_key(item: Any) -> tuple[str, Any]:
     """By the type, then by the value. Raises `TypeError` for what has no order of its own."""
     if type(item) in (tuple, frozenset):
-        keys = [_sort_key(each) for each in item]
+        keys = [_sort_key(part) for part in item]
         return type(item).__name__, keys if type(item) is tuple else sorted(keys)
     if type(item) not in (str, int, float, bool, bytes, type(None)):
         raise TypeError
@@ -235,19 +235,19 @@ def name_of(value: Any) -> Global | None:
         (
             module
             for module in list(sys.modules)
-            if _found(module, name) is value and module not in ("__main__", "__mp_main__")
+            if _looked_up(module, name) is value and module not in ("__main__", "__mp_main__")
         ),
         "",
     )
-    if _found(module, name) is not value:
+    if _looked_up(module, name) is not value:
         return None
     if (module, name) in REVERSE_NAME_MAPPING:
         return Global(*REVERSE_NAME_MAPPING[module, name])
     return Global(REVERSE_IMPORT_MAPPING.get(module, module), name)
 
 
-def _found(module: str, name: str) -> Any:
-    """What a name in a module stands for, also within classes (`Outer.Inner`); None for nothing."""
+def _looked_up(module: str, name: str) -> Any:
+    """What a name in a module refers to, also within classes (`Outer.Inner`); None if nothing."""
     try:
         return attrgetter(name)(sys.modules.get(module)) if name else None
     except Exception:  # noqa: BLE001 (a module may compute its names)
@@ -266,21 +266,21 @@ def _is_array(value: Any) -> bool:
 
 
 def array_entry(value: Any) -> TensorEntry:
-    """A numpy array or scalar as a tensor over its own memory; copied unless it is row-major and little-endian."""
+    """A numpy array or scalar as a tensor on its own memory; copied unless it is row-major and little-endian."""
     import numpy
 
-    given = numpy.asarray(value)
-    dtype = next((each for each in DTYPES if each.numpy == given.dtype.name and each.kind != "quantized"), None)
+    source = numpy.asarray(value)
+    dtype = next((dtype for dtype in DTYPES if dtype.numpy == source.dtype.name and dtype.kind != "quantized"), None)
     if dtype is None:
-        what, fix = f"a numpy array of type {given.dtype} is no tensor", "Convert it first: array.astype('float32')."
+        what, fix = f"a numpy array of type {source.dtype} is no tensor", "Convert it first: array.astype('float32')."
         raise Unsupported(what, "Tensors hold numbers and booleans.", fix)
-    array = numpy.ascontiguousarray(given, given.dtype.newbyteorder("<")).reshape(given.shape)
+    array = numpy.ascontiguousarray(source, source.dtype.newbyteorder("<")).reshape(source.shape)
     strides = row_major_strides(array.shape)
     return TensorEntry(Storage(memory(array)), dtype, array.shape, strides)
 
 
 def memory(array: numpy.ndarray[Any, Any]) -> Computed:
-    """The bytes of a row-major array, read from where they are; they keep the array alive."""
+    """The bytes of a row-major array, read in place; they keep the array alive."""
     import numpy
 
     raw = array.reshape(-1).view(numpy.uint8) if array.size else numpy.empty(0, numpy.uint8)

@@ -1,8 +1,8 @@
-"""Runs of plain tensors, of which a pickle says the same but for their names, their storages and numbers in the memo.
+"""Runs of plain tensors whose opcodes differ only in their names, their storages and memo indices.
 
 Torch writes about thirty opcodes for each tensor of a state dict. The first of a mould is matched by a pattern; where
-the bytes of the next one are the same (all that may not differ), the machine would do the same with them, and the
-values are made at once. Whatever is not quite so is left to the machine.
+the next one has the same bytes (those that may not differ), the machine would do the same, and the values are made at
+once. Anything else is left to the machine.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ckptool.pickles.torch_objects import MOST, ORDERED_DICT, REBUILD_TENSOR_V2,
 
 _GET, _NUMBER = b"(h.|j....)", b"(?:K.|M..|J....)"
 _NUMBERS = b"(\\)|(?:#\x85|##\x86|###\x87|\\((?:#){4,64}t)r(....))"  # sizes, or strides
-# What stands behind a name: `_rebuild_tensor_v2(storage, offset, sizes, strides, False, OrderedDict())`.
+# What follows a name: `_rebuild_tensor_v2(storage, offset, sizes, strides, False, OrderedDict())`.
 _TENSOR = b"r(....)@\\(\\(@@X(.)\0\0\0([0-9]{1,19})r(....)@(#)tr(....)Q(#)%b%b\x89@\\)Rr(....)tr(....)Rr(....)"
 _TENSOR = (_TENSOR % (_NUMBERS, _NUMBERS)).replace(b"@", _GET).replace(b"#", _NUMBER)
-_PUTS = (1, 7, 10, 13, 15, 17, 18, 19)  # the groups of the memo's numbers for what is made, in order
-_GETS = (2, 3, 4, 8, 16)  # and for the function, "storage", its class, its location, `OrderedDict`
+_PUTS = (1, 7, 10, 13, 15, 17, 18, 19)  # the groups with the memo indices of new values, in order
+_GETS = (2, 3, 4, 8, 16)  # and of the function, "storage", its class, its location, `OrderedDict`
 _OPCODES = 23  # of a tensor without dimensions
 MOST_MOULDS = 256
 
 
 @dataclass(slots=True, eq=False)
 class Mould:
-    """What the bytes of a tensor say that are the same for all from one mould.
+    """What the bytes of all tensors from one mould have in common.
 
-    size: how many they are.  mask, bits: which of them may not differ, and those, as integers.  opcodes: their number.
-    gets: looks up in the memo what must be `values`.  puts: reads the memo's numbers for what is made.
-    key: where the name of its storage begins and ends.  id_front, id_back: what stands before and behind that name in
-    the persistent id, which ends at `id_end`.  needs: bytes that the storage must have.  after: the mould of what came
-    behind the last tensor from this one.
+    size: how many bytes.  mask, bits: which bits may not differ, and their values, as integers.  opcodes: their number.
+    gets: looks up in the memo what must be `values`.  puts: reads the memo indices of new values.
+    key: where the name of the storage begins and ends.  id_front, id_back: what comes before and after that name in
+    the persistent id, which ends at `id_end`.  needs: bytes that the storage must have.  after: the mould that last
+    followed this one.
     """
 
     size: int
@@ -65,10 +65,10 @@ class Mould:
 
 
 class Memo(dict[int, Any]):
-    """What a pickle numbered. What runs did is made when one of its numbers is looked up, which hardly ever happens.
+    """A pickle's memo. The values of runs are made when one of their indices is looked up, which hardly ever happens.
 
-    runs: of each tensor its first number, its mould, its name, the name of its storage, the storage, and the tensor.
-    highest: the highest number of those, and of the others, of which so many were looked at.
+    runs: of each tensor its first index, its mould, its name, the name of its storage, the storage, and the tensor.
+    highest: the highest index in runs, and among the first `looked_at` others.
     """
 
     __slots__ = ("highest", "looked_at", "runs")
@@ -78,16 +78,16 @@ class Memo(dict[int, Any]):
         self.highest, self.looked_at = -1, 0
 
     def top(self) -> int:
-        """The highest number, -1 if there is none."""
+        """The highest index, -1 if there is none."""
         count = super().__len__()
         self.highest = max([self.highest, *islice(reversed(self), count - self.looked_at)])
         self.looked_at = count
         return self.highest
 
     def __missing__(self, number: int) -> Any:
-        at = bisect_right(self.runs, number, key=itemgetter(0))
-        if at:
-            self._make(*self.runs[at - 1])
+        index = bisect_right(self.runs, number, key=itemgetter(0))
+        if index:
+            self._make(*self.runs[index - 1])
         if number not in self:
             raise KeyError(number)
         return self[number]
@@ -98,25 +98,25 @@ class Memo(dict[int, Any]):
         return super().__len__()
 
     def _make(self, first: int, mould: Mould, name: str, key: str, ref: Any, value: Any) -> None:
-        shape, stride, hooks = (*mould.shape,), (*mould.stride,), OrderedDict()  # each its own
+        shape, stride, hooks = (*mould.shape,), (*mould.stride,), OrderedDict()  # objects of its own
         args = ref, mould.offset, shape, stride, False, hooks
         pid = *mould.id_front, key, *mould.id_back
-        made = name, key, pid, *((shape, stride) if shape else ()), hooks, args, value
-        for number, each in enumerate(made, first):
-            self.setdefault(number, each)  # it may have been given again since
+        values = name, key, pid, *((shape, stride) if shape else ()), hooks, args, value
+        for number, item in enumerate(values, first):
+            self.setdefault(number, item)  # the index may have been reused since
 
 
 class Runs:
-    """Reads runs of plain tensors for a machine, whose reader it shares."""
+    """Reads runs of plain tensors for a machine whose reader it shares."""
 
     def __init__(self, reader: PickleReader, persistent: Callable[[Any], Any]) -> None:
         self.reader, self.persistent = reader, persistent
         self.moulds: dict[tuple[int, int], Mould] = {}
         self.last: Mould | None = None
 
-    def read(self, data: bytes, pos: int, stack: list[Any], memo: Memo, left: int) -> tuple[int, int]:
-        """Puts the tensors behind a name, which is on the stack, there, and the names between them. left: opcodes that
-        may be read. Gives the place behind them, and how many opcodes these were."""
+    def read(self, data: bytes, pos: int, stack: list[Any], memo: Memo, budget: int) -> tuple[int, int]:
+        """Pushes the tensors that follow a name, which is on the stack, and the names between them. Returns the
+        position after them, and how many opcodes they took. budget: opcodes that may be read."""
         reader, before, total, highest = self.reader, self.last, 0, memo.top()
         while True:
             mould = before.after if before is not None else None
@@ -129,9 +129,9 @@ class Runs:
                     before.after = mould
             puts = mould.puts(data, pos)
             first = puts[0]
-            if first <= highest or puts != (*range(first, first + len(puts)),):  # as every pickler numbers
+            if first <= highest or puts != (*range(first, first + len(puts)),):  # unlike any pickler's indices
                 break
-            if mould.gets(memo) != mould.values or total + mould.opcodes > left:
+            if mould.gets(memo) != mould.values or total + mould.opcodes > budget:
                 break
             begin, end = mould.key
             key = str(data[pos + begin : pos + end], "utf-8", "surrogatepass")
@@ -144,12 +144,12 @@ class Runs:
             highest = puts[-1]
             stack.append(value)
             pos += mould.size
-            reader.at = pos - 5  # behind the call: then the tensor is stored
+            reader.at = pos - 5  # after the call, before the tensor is memoized
             total += mould.opcodes
             before = mould
             size = int.from_bytes(data[pos + 1 : pos + 5], "little")
-            # A long name, or one that is cut, is the machine's, which checks it.
-            if data[pos : pos + 1] != b"X" or size >= 64 or pos + 5 + size >= len(data) or total == left:
+            # A long or truncated name is left to the machine, which checks it.
+            if data[pos : pos + 1] != b"X" or size >= 64 or pos + 5 + size >= len(data) or total == budget:
                 break
             stack.append(str(data[pos + 5 : pos + 5 + size], "utf-8", "surrogatepass"))
             pos += 5 + size
@@ -158,14 +158,14 @@ class Runs:
         return pos, total
 
     def _mould(self, data: bytes, pos: int, memo: Memo) -> Mould | None:
-        """The mould of the tensor whose bytes begin here; None for one that is left to the machine."""
+        """The mould of the tensor whose bytes begin at `pos`; None for one that is left to the machine."""
         match = re.compile(_TENSOR, re.DOTALL).match(data, pos)
         if match is None:
             return None
         size, mask = match.end() - pos, bytearray(b"\xff") * (match.end() - pos)
         stores = [match.start(group) - pos for group in _PUTS if match[group] is not None]
         key = match.start(6) - pos, match.end(6) - pos
-        for begin, end in (key, *((at, at + 4) for at in stores)):
+        for begin, end in (key, *((put, put + 4) for put in stores)):
             mask[begin:end] = bytes(end - begin)
         fixed = int.from_bytes(mask, "little")
         bits = int.from_bytes(match[0], "little") & fixed
@@ -173,13 +173,13 @@ class Runs:
             return self.moulds[size, bits]
         gets = tuple(int.from_bytes(match[group][1:], "little") for group in _GETS)
         values: tuple[Any, ...] = tuple(memo.get(number) for number in gets)
-        function, word, of, location, hooks = values
-        dtype = storage_class(of)[1]
-        # The number of an opcode, or those of a tuple that is stored.
-        raw = (each[:-6] if each[-5:-4] == b"r" else each for each in match.group(9, 11, 12, 14))
+        function, word, cls, location, hooks = values
+        dtype = storage_class(cls)[1]
+        # The number of an opcode, or the numbers of a memoized tuple.
+        raw = (field[:-6] if field[-5:-4] == b"r" else field for field in match.group(9, 11, 12, 14))
         (numel,), (offset,), shape, stride = (
             tuple(
-                int.from_bytes(each[1:], "little", signed=each[:1] == b"J") for each in re.findall(_NUMBER, part, re.S)
+                int.from_bytes(text[1:], "little", signed=text[:1] == b"J") for text in re.findall(_NUMBER, part, re.S)
             )
             for part in raw
         )
@@ -196,8 +196,8 @@ class Runs:
         last = offset + sum([(count - 1) * step for count, step in zip(shape, stride, strict=True)])
         needs = 0 if 0 in shape else (last + 1) * dtype.itemsize
         opcodes = _OPCODES + 2 * (len(shape) + 2 + (len(shape) > 3) if shape else 1)
-        puts = struct.Struct("<" + "".join(f"{at - end - 4}xI" for end, at in pairwise([-4, *stores]))).unpack_from
+        puts = struct.Struct("<" + "".join(f"{put - end - 4}xI" for end, put in pairwise([-4, *stores]))).unpack_from
         memo_use = opcodes, itemgetter(*gets), values, puts
-        storage_id = key, match.end(10) + 1 - pos, (word, of), (location, numel)
+        storage_id = key, match.end(10) + 1 - pos, (word, cls), (location, numel)
         mould = Mould(size, fixed, bits, *memo_use, *storage_id, offset, shape, stride, dtype, needs)
         return self.moulds.setdefault((size, bits), mould)

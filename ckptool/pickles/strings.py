@@ -1,4 +1,4 @@
-"""Texts and byte strings of pickles: what Python 2 meant by its own, and the long ones that were left in the file."""
+"""Texts and byte strings in pickles: those of Python 2, and long ones that stay in the file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_size(stub: LongValue) -> None:
         raise LimitExceeded(what, f"At most {MAX_STRING:,} are read into memory.")
 
 
-def whole(value: Any) -> Any:
+def unstub(value: Any) -> Any:
     """The plain value of a stub, read into memory; anything else as it is. Raises `LimitExceeded` above 64 MiB."""
     if not isinstance(value, LongValue):
         return value
@@ -40,7 +40,7 @@ def whole(value: Any) -> Any:
 
 
 def python2_unescaped(raw: bytes) -> bytes:
-    """The bytes that a Python 2 string literal spells; what is no escape stays as it is."""
+    """The bytes that a Python 2 string literal means; what is not an escape stays as it is."""
 
     def one(match: re.Match[bytes]) -> bytes:
         code = match[1]
@@ -57,7 +57,7 @@ _ESCAPES = {escape.encode(): char.encode() for escape, char in zip("\\'\"nrtabfv
 
 
 def python2_text(raw: bytes) -> Any:
-    """A Python 2 `str`: text where its bytes are UTF-8, as torch reads it; else bytes of a type of their own."""
+    """A Python 2 `str`: text if its bytes are UTF-8, as torch reads it; else bytes of a type of their own."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -65,14 +65,14 @@ def python2_text(raw: bytes) -> Any:
 
 
 def key_text(key: Any) -> Any:
-    """A key that Python 2 wrote as bytes as the text that it stands for: latin-1 where it is not UTF-8."""
+    """A key as text: one that Python 2 wrote as bytes that are not UTF-8 is read as latin-1."""
     return key.decode("latin-1") if type(key) is ByteString else key
 
 
 def encoded(text: LongValue) -> LongValue | None:
     """The bytes of `_codecs.encode(text, "latin1")` for a long text; None where latin-1 lacks a character.
 
-    The text is read through once, in pieces, to learn where each byte of it is.
+    The text is read once, in pieces, to learn where each of its bytes is.
     """
     data = text.data
 

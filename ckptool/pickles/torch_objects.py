@@ -1,8 +1,8 @@
 """Builders: the meaning of known functions in pickles. Calls of torch's rebuild functions become entries, storages and
 composites, those of Python's own types dictionaries, sets, bytes and complex numbers.
 
-Each builder takes the arguments of one call and returns the value, or `NotImplemented` where the arguments are not the
-ones that torch or Python writes; the call then stays an inert object, shown and not passed on. Source of the
+Each builder takes the arguments of one call and returns the value, or `NotImplemented` for arguments that neither torch
+nor Python writes; the call then stays an inert object, which is shown and not passed on. Source of the
 signatures: torch/_utils.py and torch/_tensor.py, torch 0.4 to 2.13; the `__reduce__` methods of Python 2.7 to 3.14, and
 Lib/pickle.py (`save_bytes`, `save_set`).
 """
@@ -25,7 +25,7 @@ from ckptool.pickles.arguments import no_hooks
 from ckptool.pickles.known import rebuild_functions
 from ckptool.pickles.strings import encoded, key_text
 
-MOST = (1 << 63) - 1  # what a size, a stride and a number of elements may be
+MOST = (1 << 63) - 1  # the largest size, stride and number of elements
 
 _DAMAGED = "The pickle contradicts itself: it is damaged or malicious."
 
@@ -46,7 +46,7 @@ Builder = Callable[[tuple[Any, ...]], Any]
 
 
 class TakesState:
-    """What a builder makes of an object without arguments, to be given its state (BUILD): a leaf of the tree."""
+    """A builder's result for an object without arguments that receives a state (BUILD): a leaf of the tree."""
 
     __slots__ = ()
 
@@ -55,25 +55,25 @@ class TakesState:
 
 
 Spend = Callable[[int], None]
-"""Says that a call copies what takes at least so many bytes in a file."""
+"""Accounts for a call that copies what takes at least this many bytes in a file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PerPickle:
-    """A builder whose calls copy what they are given: `build(spend, args)`."""
+    """A builder whose calls copy their arguments: `build(spend, args)`."""
 
     build: Callable[[Spend, tuple[Any, ...]], Any]
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
         return self.build(lambda _: None, args)
 
-    def within(self, left: int) -> Builder:
-        """The builder for one pickle, in which it may copy so many bytes; it raises `LimitExceeded` for more."""
+    def within(self, budget: int) -> Builder:
+        """The builder for one pickle, in which it may copy `budget` bytes; it raises `LimitExceeded` beyond."""
 
         def spend(amount: int) -> None:
-            nonlocal left
-            left -= amount
-            if left < 0:
+            nonlocal budget
+            budget -= amount
+            if budget < 0:
                 why = "The copies would fill the memory; the file is probably malicious."
                 raise LimitExceeded("one value copied over and over", why)
 
@@ -84,7 +84,7 @@ class PerPickle:
 
 
 def _ordered_dict(spend: Spend, args: tuple[Any, ...]) -> Any:
-    """An empty one, as the hooks of each tensor are, or of the list of pairs that Python 2 gave."""
+    """An empty dictionary, as for the hooks of each tensor, or one from the list of pairs that Python 2 wrote."""
     if not args:
         return OrderedDict()
     match args:
@@ -92,20 +92,20 @@ def _ordered_dict(spend: Spend, args: tuple[Any, ...]) -> Any:
             spend(8 * len(pairs))
             if all(isinstance(p, (list, tuple)) and len(p) == 2 and isinstance(p[0], (str, int, bytes)) for p in pairs):
                 check_collisions(pair[0] for pair in pairs)
-                made = OrderedDict((key_text(pair[0]), pair[1]) for pair in pairs)
-                return made if len(made) == len(pairs) else NotImplemented
+                result = OrderedDict((key_text(pair[0]), pair[1]) for pair in pairs)
+                return result if len(result) == len(pairs) else NotImplemented
     return NotImplemented
 
 
 def _plain(name: str, spend: Spend, args: tuple[Any, ...]) -> Any:
-    """The value of a call of a type of Python's, or of `_codecs.encode`."""
+    """The value of a call of one of Python's types, or of `_codecs.encode`."""
     match (name, *args):
         case ["set" | "frozenset", list() | tuple() as items]:
             spend(2 * len(items))
             return Set(list(items), name == "frozenset") if all(map(is_hashable, items)) else NotImplemented
         case ["complex", float(real), float(imag)]:
             return complex(real, imag)
-        case ["encode", str(text), "latin1" | "latin-1"]:  # how protocol 2 spells bytes; any other codec stays a call
+        case ["encode", str(text), "latin1" | "latin-1"]:  # how protocol 2 writes bytes; any other codec stays a call
             spend(len(text))
             try:
                 return text.encode("latin-1")
@@ -144,8 +144,8 @@ _PLAIN_BUILDERS: dict[Global, Builder] = {
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """A part of a storage that old files give as a storage: so many bytes from the element `offset` on; its tensors
-    view the whole. Only builders meet it."""
+    """A part of a storage that old files treat as a storage: `nbytes` bytes from element `offset` on; its tensors
+    view the whole storage. Only builders see it."""
 
     storage: Storage
     dtype: DType | None
@@ -167,7 +167,7 @@ def storage_class(name: Any) -> tuple[bool, DType | None]:
 
 
 def check_view(nbytes: int, dtype: DType, shape: Any, stride: Any, offset: Any) -> None:
-    """Raises `BadTensor` unless every element of the view lies inside a storage of so many bytes."""
+    """Raises `BadTensor` unless every element of the view lies inside a storage of `nbytes` bytes."""
     if type(shape) is not tuple or type(stride) is not tuple or type(offset) is not int:
         raise BadTensor("a tensor whose sizes, strides or offset are not numbers", _DAMAGED)
     if len(shape) != len(stride):
@@ -221,7 +221,7 @@ def _rebuild_tensor_v2(args: tuple[Any, ...], dtype: DType | None = None) -> Any
 
 
 def _rebuild_tensor_v3(args: tuple[Any, ...]) -> Any:
-    """As the second, with the element type between the hooks and what may follow them."""
+    """Like v2, with the element type between the hooks and what may follow them."""
     dtype = dtype_of(args[6]) if len(args) > 6 else None
     return NotImplemented if dtype is None else _rebuild_tensor_v2(args[:6] + args[7:], dtype)
 
@@ -231,18 +231,18 @@ def _rebuild_parameter(args: tuple[Any, ...]) -> Any:
         return NotImplemented
     data = args[0]
     if isinstance(data, Composite):
-        made = Object(REBUILD_PARAMETER, args)
-        return Composite(made, data.kind, data.dtype, data.shape, _rebuild_parameter)
+        call = Object(REBUILD_PARAMETER, args)
+        return Composite(call, data.kind, data.dtype, data.shape, _rebuild_parameter)
     if not isinstance(data, TensorEntry) or data.flags.requires_grad or data.flags.parameter:
         return NotImplemented
     return data.with_flags(data.flags._replace(requires_grad=args[1], parameter=True))
 
 
-# Before torch 0.4, tensors and parameters were made empty or from one another, and given a state.
+# Before torch 0.4, tensors and parameters were made empty or from one another, and then received a state.
 
 
 def _empty(dtype: DType, args: tuple[Any, ...] = ()) -> Any:
-    """`torch.cuda.FloatTensor()`: an empty tensor, until it is given a state."""
+    """`torch.cuda.FloatTensor()`: an empty tensor, until it receives a state."""
     return NotImplemented if args else TensorEntry(Storage(InlineBytes(b"")), dtype, (0,), (1,))
 
 
@@ -261,7 +261,7 @@ def _listed_storage(dtype: DType, location: str, args: tuple[Any, ...]) -> Any:
 
 
 def _variable(parameter: bool, args: tuple[Any, ...]) -> Any:
-    """`Parameter(tensor)` and `Variable(tensor)`; without arguments they are empty, until they are given a state."""
+    """`Parameter(tensor)` and `Variable(tensor)`; without arguments they are empty, until they receive a state."""
     data = args[0] if args else _empty(BY_TORCH["float32"])
     if len(args) > 1 or type(data) is not TensorEntry or data.flags.parameter:
         return NotImplemented
@@ -269,20 +269,20 @@ def _variable(parameter: bool, args: tuple[Any, ...]) -> Any:
 
 
 def set_tensor_state(entry: TensorEntry, state: Any) -> bool:
-    """Gives a tensor the state that old pickles have for it; False where it is none.
+    """Sets the state that old pickles have for a tensor; returns False for anything else.
 
-    `(storage, offset, sizes, strides)`; of variables and parameters `(requires_grad, volatile, hooks)`, or with their
+    `(storage, offset, sizes, strides)`; for variables and parameters `(requires_grad, volatile, hooks)`, or with their
     tensor `(tensor, gradient, hooks, requires_grad, volatile)`. Source: torch/_tensor.py (`__setstate__`).
     """
-    data, wanted, hooks = entry, entry.flags.requires_grad, None
+    data, requires_grad, hooks = entry, entry.flags.requires_grad, None
     match state:
         case tuple((ref, offset, shape, stride)):
             data = _strided(ref, offset, shape, stride, entry.flags)
             if data is NotImplemented or data.dtype is not entry.dtype:
                 return False
-        case tuple((TensorEntry() as data, _, hooks, bool(wanted), _)):
+        case tuple((TensorEntry() as data, _, hooks, bool(requires_grad), _)):
             pass
-        case tuple((bool(wanted), _, hooks)):
+        case tuple((bool(requires_grad), _, hooks)):
             pass
         case _:
             return False
@@ -290,7 +290,7 @@ def set_tensor_state(entry: TensorEntry, state: Any) -> bool:
         return False
     for name in ("storage", "dtype", "shape", "stride", "offset"):
         setattr(entry, name, getattr(data, name))
-    entry.flags = entry.flags._replace(requires_grad=wanted)
+    entry.flags = entry.flags._replace(requires_grad=requires_grad)
     return True
 
 
@@ -329,7 +329,7 @@ _TENSOR_CLASSES: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
 }
 
 
-# Calls that are kept whole; their kind, element type and shape are read off the arguments.
+# Calls that are kept as they are; their kind, element type and shape are read from the arguments.
 
 
 def _composite(fn: Global, args: tuple[Any, ...]) -> Any:
@@ -344,7 +344,7 @@ def _composite(fn: Global, args: tuple[Any, ...]) -> Any:
 
 
 def _facts(name: str, args: tuple[Any, ...]) -> tuple[str, DType | None, Any] | None:
-    """What the tensor of a rebuild call is; None where torch does not write these arguments."""
+    """The kind, element type and shape of a rebuild call's tensor; None for arguments that torch does not write."""
     match (name, *args):
         case ["_rebuild_parameter_with_state", TensorEntry() | Composite() as data, _, hooks, _] if no_hooks(hooks):
             return "parameter with attributes", data.dtype, data.shape
@@ -385,9 +385,9 @@ def _facts(name: str, args: tuple[Any, ...]) -> tuple[str, DType | None, Any] | 
                 part = inner[0].get("values") if len(inner) == 1 and isinstance(inner[0], dict) else None
                 return (JAGGED, part.dtype, None) if isinstance(part, (TensorEntry, Composite)) else None
             builder = BUILDERS.get(fn) if type(fn) is Global and fn.module == "torch._utils" else None
-            made = builder(inner) if builder is not None else None
-            if isinstance(made, (TensorEntry, Composite)):
-                return ("with attributes" if str(cls) in _PLAIN else str(cls)), made.dtype, made.shape
+            tensor = builder(inner) if builder is not None else None
+            if isinstance(tensor, (TensorEntry, Composite)):
+                return ("with attributes" if str(cls) in _PLAIN else str(cls)), tensor.dtype, tensor.shape
     return None
 
 
@@ -395,19 +395,19 @@ _PLAIN = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"
 
 
 def _from_type(args: tuple[Any, ...]) -> Any:
-    """`_rebuild_from_type_v2(function, class, arguments, state)`: a tensor as it is, if it only requires gradients.
+    """`_rebuild_from_type_v2(function, class, arguments, state)`: a plain tensor, if its state is only `requires_grad`.
 
-    So are those written whose own call cannot say it (torch 2.13: "a leaf Variable that requires grad is being used in
-    place").
+    `encode` writes that for tensors whose own call cannot express it (torch 2.13: "a leaf Variable that requires grad
+    is being used in place").
     """
     if len(args) == 4 and args[:2] == (REBUILD_TENSOR_V3, TENSOR) and args[3] == {"requires_grad": True}:
-        made = _rebuild_tensor_v3(args[2]) if type(args[2]) is tuple else NotImplemented
-        return replace(made, flags=made.flags._replace(requires_grad=True)) if type(made) is TensorEntry else made
+        value = _rebuild_tensor_v3(args[2]) if type(args[2]) is tuple else NotImplemented
+        return replace(value, flags=value.flags._replace(requires_grad=True)) if type(value) is TensorEntry else value
     return _composite(REBUILD_FROM_TYPE, args)
 
 
 def jagged(fn: Global, dtype: DType | None, args: tuple[Any, ...]) -> Composite:
-    """A nested tensor of the jagged layout; its parts are in a dictionary that may not be filled yet."""
+    """A nested tensor of the jagged layout; its parts are in a dictionary that may still be unfilled."""
     return Composite(Object(fn, args), JAGGED, dtype, None, partial(jagged, fn, dtype))
 
 
@@ -422,7 +422,7 @@ def _as_sizes(value: Any) -> tuple[int, ...]:
     raise BadTensor("a tensor whose shape is not a list of numbers", _DAMAGED)
 
 
-# Checks of their parts, as far as shapes and numbers go: the values of indices are not read. Source: torch 2.13,
+# Checks of composites' parts by their shapes and numbers: the values of indices are not read. Source: torch 2.13,
 # aten/src/ATen/native/sparse/{ValidateCompressedIndicesCommon.h,SparseTensor.cpp}, ATen/quantized/Quantizer.cpp.
 
 
@@ -430,9 +430,9 @@ def check_coordinates(indices: Any, values: Any, size: tuple[int, ...]) -> None:
     """Raises `BadTensor` unless the indices (dimensions, count) and values (count, …) of a COO tensor fit its size."""
     if not (isinstance(indices, TensorEntry) and isinstance(values, TensorEntry)):
         return
-    where, what = indices.shape, values.shape
-    if len(where) != 2 or what[:1] != where[1:] or where[0] > len(size) or what[1:] != size[where[0] :]:
-        parts = f"indices of shape {list(where)} and values of shape {list(what)}"
+    i_shape, v_shape = indices.shape, values.shape
+    if len(i_shape) != 2 or v_shape[:1] != i_shape[1:] or i_shape[0] > len(size) or v_shape[1:] != size[i_shape[0] :]:
+        parts = f"indices of shape {list(i_shape)} and values of shape {list(v_shape)}"
         raise BadTensor(f"a sparse tensor of shape {list(size)} with {parts}")
 
 
@@ -453,8 +453,8 @@ def check_compressed(layout: str, parts: tuple[Any, ...], size: tuple[int, ...])
         fits = all(block) and not any(size[batch + i] % block[i] for i in (0, 1))
         fits = fits and pointers[-1] == size[batch + axis] // block[axis] + 1
     if not fits:
-        found = f"indices of shape {list(indices)} and values of shape {list(values)}"
-        raise BadTensor(f"a {layout} tensor of shape {list(size)} with pointers of shape {list(pointers)}, {found}")
+        shapes = f"indices of shape {list(indices)} and values of shape {list(values)}"
+        raise BadTensor(f"a {layout} tensor of shape {list(size)} with pointers of shape {list(pointers)}, {shapes}")
 
 
 def check_quantization(parameters: Any, shape: tuple[int, ...]) -> None:
@@ -469,8 +469,8 @@ def check_quantization(parameters: Any, shape: tuple[int, ...]) -> None:
     scales, zeros, axis = parameters[1].shape, parameters[2].shape, parameters[3]
     channels = shape[axis] if type(axis) is int and 0 <= axis < len(shape) else None
     if channels is None or scales != (channels,) or zeros != (channels,):
-        found = f"scales of shape {list(scales)} and zero points of shape {list(zeros)} along axis {brief(axis)}"
-        raise BadTensor(f"a quantized tensor of shape {list(shape)} with {found}")
+        shapes = f"scales of shape {list(scales)} and zero points of shape {list(zeros)} along axis {brief(axis)}"
+        raise BadTensor(f"a quantized tensor of shape {list(shape)} with {shapes}")
 
 
 BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
@@ -489,13 +489,13 @@ BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
 }
 
 
-# The functions of which a composite may come, alone or inside of another.
+# The functions that may return a composite, alone or inside another.
 COMPOSED = frozenset(fn for fn in rebuild_functions() if type(BUILDERS[fn]) is partial) | {REBUILD_FROM_TYPE}
 
 
-def rebuilt(made: Object) -> Composite:
-    """The composite of a rebuild call. Raises `BadTensor` where its arguments make no tensor."""
-    value = BUILDERS[made.fn](made.args)
+def rebuilt(call: Object) -> Composite:
+    """The composite for a rebuild call. Raises `BadTensor` where its arguments make no tensor."""
+    value = BUILDERS[call.fn](call.args)
     if not isinstance(value, Composite):
-        raise BadTensor(f"{made.name}: its arguments do not make a tensor")
+        raise BadTensor(f"{call.name}: its arguments do not make a tensor")
     return value

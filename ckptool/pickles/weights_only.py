@@ -1,9 +1,9 @@
 """Plain values in place of what `torch.load(weights_only=True)` refuses.
 
-Source of what it takes: torch/_weights_only_unpickler.py (`_get_allowed_globals`), torch 2.13. Numpy scalars become
+Source of what it accepts: torch/_weights_only_unpickler.py (`_get_allowed_globals`), torch 2.13. Numpy scalars become
 numbers, numpy arrays tensors, configuration dictionaries, dates and paths texts; an object of an unknown class becomes
-the dictionary of its attributes. What has no plain form is left out. Everything that was changed is named; tensors and
-the order of keys stay as they are.
+the dictionary of its attributes. What has no plain form is left out. Everything that changed is named; tensors and the
+order of keys stay as they are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ALLOWED = _TENSOR_TYPES | {_FROM_TYPE, "collections.OrderedDict", "builtins.set
 
 
 class _Omitted:
-    """Stands for a value that has no plain form, until what holds it leaves it out."""
+    """Marks a value that has no plain form, until its container leaves it out."""
 
 
 DROPPED = _Omitted()
@@ -47,7 +47,7 @@ DROPPED = _Omitted()
 
 @dataclass(frozen=True, slots=True)
 class PlainValues:
-    """The checkpoint of plain values. converted, dropped: (address, what it was and what it became, or why it went)."""
+    """The checkpoint of plain values. converted, dropped: (address, what it was and became, or why it was dropped)."""
 
     checkpoint: Checkpoint
     converted: tuple[tuple[str, str], ...]
@@ -72,19 +72,19 @@ def weights_only(checkpoint: Checkpoint) -> PlainValues:
             places.setdefault(id(node), address(path))
     converted: list[tuple[str, str]] = []
     dropped: list[tuple[str, str]] = []
-    for number, (_, word, kept) in mapper.words.items():
-        (converted if kept else dropped).append((places.get(number, "(a key)"), word))
+    for number, (_, word, is_kept) in mapper.words.items():
+        (converted if is_kept else dropped).append((places.get(number, "(a key)"), word))
     dropped += [(DISCARDED, printable(use.name)) for use in uses(checkpoint.discarded)]
-    whole = replace(checkpoint, tree=None if tree is DROPPED else tree, discarded=())
-    return PlainValues(whole, tuple(converted), tuple(dropped))
+    result = replace(checkpoint, tree=None if tree is DROPPED else tree, discarded=())
+    return PlainValues(result, tuple(converted), tuple(dropped))
 
 
 _TAKEN = SCALARS | {TensorEntry, StorageRef, complex, bytearray}
 
 
 def takes(root: Any) -> bool:
-    """True for a tree of dictionaries, lists, tuples, tensors and plain values, as nearly all are; quick, and False for
-    much that `weights_only` would leave as it is."""
+    """True for a tree of dictionaries, lists, tuples, tensors and plain values, as nearly all are. A quick check, which
+    is also False for much that `weights_only` would leave as it is."""
     stack, seen = [] if type(root) in _TAKEN else [root], set()
     while stack:
         node = stack.pop()
@@ -97,7 +97,7 @@ def takes(root: Any) -> bool:
 
 
 class _Plain:
-    """Maps one tree. words: id of a node -> it, what became of it, whether it was kept."""
+    """Maps one tree. words: id of a node -> the node, what became of it, whether it was kept."""
 
     def __init__(self) -> None:
         self.words: dict[int, tuple[Any, str, bool]] = {}
@@ -113,31 +113,31 @@ class _Plain:
                 Global: lambda name: name if _is_allowed(name) else self._became(name, str(name), "its name"),
                 Composite: self._composite,
                 Object: self._object,
-                object: str,  # a date, a path, a fraction, as its text; its object was named already
+                object: str,  # a date, a path, a fraction: its text; the object was noted already
             }
         )
 
     def _set(self, value: Set) -> FromParts:
         def make(parts: list[Any]) -> Set:
             pairs = zip(value.items, parts, strict=True)
-            made = Set([_key(old, new) for old, new in pairs if new is not DROPPED])
-            return self._became(value, made, "a set") if value.frozen else made
+            result = Set([_key(old, new) for old, new in pairs if new is not DROPPED])
+            return self._became(value, result, "a set") if value.frozen else result
 
         return FromParts(value.items, make)
 
     def _composite(self, value: Composite) -> Any:
-        made = value.made
-        if canonical(made.fn) == _FROM_TYPE and len(made.args) == 4:
-            if canonical(made.args[1]) in _TENSOR_TYPES and _is_plain(made.args[3]):
+        call = value.made
+        if canonical(call.fn) == _FROM_TYPE and len(call.args) == 4:
+            if canonical(call.args[1]) in _TENSOR_TYPES and _is_plain(call.args[3]):
                 return value
-            # of a class of its own, or with attributes: the plain tensor that it was made from
+            # of its own class, or with attributes: the plain tensor that it was made from
             from ckptool.pickles.torch_objects import BUILDERS
 
-            builder = BUILDERS.get(made.args[0])
-            inner = builder(made.args[2]) if builder is not None else NotImplemented
+            builder = BUILDERS.get(call.args[0])
+            inner = builder(call.args[2]) if builder is not None else NotImplemented
             if isinstance(inner, TensorEntry):
                 return self._became(value, inner, f"a plain tensor, without what made it {printable(value.kind)}")
-        elif _is_called(made.fn) and _is_plain(made.args):
+        elif _is_called(call.fn) and _is_plain(call.args):
             return value
         return self._became(value, DROPPED, f"a {value.kind} tensor")
 
@@ -148,11 +148,11 @@ class _Plain:
         return value if value is DROPPED or type(value) in SCALARS else self.mapper.handled(value)
 
     def _became(self, node: Any, value: Any, word: str) -> Any:
-        """The value that stands for a node, which is noted."""
+        """Notes that a node became a value, and returns the value."""
         name = printable(_NAMES.get(type(node), lambda _: type(node).__name__)(node))
-        kept, what = value is not DROPPED, printable(word)
-        said = f"{name} → {word}" if kept else name if what == name else f"{name}: {what}"
-        self.words.setdefault(id(node), (node, said, kept))
+        is_kept, what = value is not DROPPED, printable(word)
+        text = f"{name} → {word}" if is_kept else name if what == name else f"{name}: {what}"
+        self.words.setdefault(id(node), (node, text, is_kept))
         return value
 
 
@@ -161,25 +161,25 @@ _NAMES: dict[type, Callable[[Any], str]] = {
 }  # fmt: skip
 
 
-def _put(made: dict[Any, Any], key: Any, new: Any, item: Any) -> None:
-    """Raises `Conflict` for a key that is there."""
+def _put(target: dict[Any, Any], key: Any, new: Any, item: Any) -> None:
+    """Sets an item. Raises `Conflict` for a key that is there already."""
     if item is DROPPED or new is DROPPED:
         return
     new = _key(key, new)
-    if new in made:
+    if new in target:
         what, why = f"two keys of a dictionary would both become {str(new)!r}", "One of the two values would be lost."
         fix = f"Drop one of them first: {command('edit', FILE, drop=ADDRESS, out=OUT)}"
         raise Conflict(what, f"{why} Nothing was written.", fix)
-    made[new] = item
+    target[new] = item
 
 
 def _key(old: Any, new: Any) -> Any:
-    """A key, or an item of a set; as text where it became, or has in it, what cannot be one."""
+    """A key, or an item of a set; as text if it became, or contains, something unhashable."""
     return new if type(new) in SCALARS or all(map(is_hashable, visit(new))) else str(old)
 
 
 def _plain_form(node: Object) -> tuple[Any, str]:
-    """What stands for an object, and what that is."""
+    """The plain value of an object, and a word for it."""
     state_dict = module_state_dict(node)
     if state_dict is not None:
         return state_dict, "its state dict"
@@ -201,12 +201,12 @@ def _plain_form(node: Object) -> tuple[Any, str]:
 
 
 def _list(value: list[Any]) -> FillLater:
-    made: list[Any] = []
-    return FillLater(made, lambda of: made.extend(map(_or_none, map(of, value))))
+    result: list[Any] = []
+    return FillLater(result, lambda of: result.extend(map(_or_none, map(of, value))))
 
 
 def _or_none(value: Any) -> Any:
-    """In a list or tuple a place stays, so that those behind it keep their numbers."""
+    """None in place of a dropped item of a list or tuple, so that those after it keep their index."""
     return None if value is DROPPED else value
 
 
@@ -214,7 +214,7 @@ _WORDS = ((dict, "a dictionary"), (list, "a list"), (tuple, "a tuple"), ((bool, 
 
 
 def _is_allowed(name: Global) -> bool:
-    """True for a name that `weights_only` takes, as a value or as what it calls."""
+    """True for a name that `weights_only` accepts, as a value or to call."""
     is_constant = is_torch_name(name) and name.name not in MEMORY_FORMATS
     return is_constant or _is_called(name) or canonical(name) in _ALLOWED
 
@@ -225,14 +225,14 @@ def _is_called(name: Any) -> bool:
 
 
 def _is_plain_call(node: Object) -> bool:
-    """True for a call by which a value is made; a rebuild call of which no tensor came is none."""
+    """True for a call that makes a value; not for a rebuild call that gave no tensor."""
     return _is_called(node.fn) and not canonical(node.fn).startswith("torch._utils.") and node.state is MISSING
 
 
 def _is_plain(args: Any) -> bool:
-    """True if the arguments of a rebuild call have nothing in them that `weights_only` refuses."""
+    """True if the arguments of a rebuild call contain nothing that `weights_only` refuses."""
 
-    def arguments(node: Any) -> Iterable[Any]:  # the parts of a value; of a call not its name, which is judged with it
+    def arguments(node: Any) -> Iterable[Any]:  # a node's parts; of a call the arguments: its name is judged with it
         node = node.made if isinstance(node, Composite) else node
         return (node.args,) if isinstance(node, Object) else structural_parts(node)
 

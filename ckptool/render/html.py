@@ -20,20 +20,20 @@ CELL = "text-align:left;padding:0 1em 0 0;vertical-align:top;white-space:pre"
 MARKDOWN_LIMIT = 60_000  # characters: a summary on GitHub has room for sixteen, a comment for one
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def fitting(pieces: Sequence[str], room: int, rest: str) -> str:
-    """As many pieces as have room, and how many were left out."""
-    kept = 0
+def fitting(pieces: Sequence[str], room: int, remainder: str) -> str:
+    """As many pieces as fit, and how many were left out."""
+    count = 0
     for piece in pieces:
         room -= len(piece.encode())
         if room < 0:
             break
-        kept += 1
-    left = len(pieces) - kept
-    return "".join(pieces[:kept]) + (rest.format(f"{left:,}") if left else "")
+        count += 1
+    omitted = len(pieces) - count
+    return "".join(pieces[:count]) + (remainder.format(f"{omitted:,}") if omitted else "")
 
 
 def checkpoint_html(checkpoint: Checkpoint) -> str:
@@ -46,12 +46,12 @@ def checkpoint_html(checkpoint: Checkpoint) -> str:
 def report_html(report: Report) -> str:
     """A report: its first line as a title, its tables, and its other lines, as far as they fit."""
     pieces: list[str] = []
-    begun: list[Any] = []
+    pending: list[Any] = []
 
     def end_lines() -> None:
-        text = "".join(f"{escape(_cut(line, 2_000))}\n" for line in lines(begun, PYTHON))
+        text = "".join(f"{escape(_cut(line, 2_000))}\n" for line in lines(pending, PYTHON))
         pieces.extend([f'<pre style="margin:0.5em 0 0">{text}</pre>'] if text else [])
-        begun.clear()
+        pending.clear()
 
     for number, part in enumerate(_parts(report.told())):
         if number == 0 and isinstance(part, (str, tuple)) and not isinstance(part, Verbatim):
@@ -60,7 +60,7 @@ def report_html(report: Report) -> str:
             end_lines()
             pieces += _table(part)
         else:
-            begun.append(part)
+            pending.append(part)
     end_lines()
     return f'<div style="overflow-x:auto">{fitting(pieces, LIMIT, "… and more")}</div>'
 
@@ -74,12 +74,12 @@ def _parts(told: Told) -> Iterator[Any]:
 
 
 def _table(table: Table) -> Iterator[str]:
-    rows, left = table.cells()
+    rows, omitted = table.cells()
     title = f'<caption style="text-align:left"><b>{escape(_cut(printable(table.title), 1_000))}</b></caption>'
     shown = [[printable(cell) for cell in row] for row in ([table.heads, *rows] if table.heads else rows)]
     cells = ["".join(f'<td style="{CELL}">{escape(_cut(cell, 1_000))}</td>' for cell in row) for row in shown]
-    more = f'<td colspan="{len(shown[0])}">{escape(PYTHON.spelled(table.more.format(f"{left:,}")).strip())}</td>'
-    body = [f"<tr>{row}</tr>" for row in [*cells, *([more] if left else [])]]
+    footer = f'<td colspan="{len(shown[0])}">{escape(PYTHON.spelled(table.more.format(f"{omitted:,}")).strip())}</td>'
+    body = [f"<tr>{row}</tr>" for row in [*cells, *([footer] if omitted else [])]]
     lines = fitting(body, LIMIT // 2, "<tr><td>… and {} more</td></tr>")
     yield f"<table>{title if table.title else ''}{lines}</table>"
 

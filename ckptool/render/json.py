@@ -21,13 +21,13 @@ Json = dict[str, Any]
 
 
 def dumps(value: Any) -> str:
-    """The one way in which everything here is written."""
+    """The JSON text of a value; everything here is written by this."""
     return without_secrets(json.dumps(value, ensure_ascii=True, allow_nan=False))
 
 
 def finite(value: Any) -> Any:
     """Plain facts with NaN and infinities as the texts "NaN", "Infinity", "-Infinity", and tuples as lists.
-    Of a report what it prints itself, of any other dataclass its fields."""
+    A report as it prints itself, any other dataclass by its fields."""
     if type(value) in (str, int, bool):
         return value
     if isinstance(value, float) and not math.isfinite(value):
@@ -46,7 +46,7 @@ def finite(value: Any) -> Any:
 
 
 def facts_json(value: Any) -> Json:
-    """The facts of a report or row: its fields and properties, those of a unit with its own JSON in that form."""
+    """The facts of a report or row: its fields and properties, in their unit's own JSON form where it has one."""
     return {
         name: finite(fact) if unit.json is None or fact is None else unit.json(fact)
         for name, (_, unit) in facts_of(type(value)).items()
@@ -54,10 +54,10 @@ def facts_json(value: Any) -> Json:
     }
 
 
-def error_json(error: CkptoolError, done: Sequence[Json] = ()) -> Json:
-    """`ckptool.error/2`: the three parts and the code; `done`: what was finished before."""
+def error_json(error: CkptoolError, results: Sequence[Json] = ()) -> Json:
+    """`ckptool.error/2`: the three parts and the code; and the results that were finished before, as `done`."""
     facts = {"schema": "ckptool.error/2", "code": error.code, "what": error.what, "why": error.why, "fix": error.fix}
-    return facts | ({"done": list(done)} if done else {})
+    return facts | ({"done": list(results)} if results else {})
 
 
 def results_json(results: Sequence[Json]) -> Json:

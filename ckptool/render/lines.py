@@ -1,4 +1,4 @@
-"""Reports and errors as text: the lines that each tells, for a terminal or for a pipe."""
+"""Reports and errors as lines of text, for a terminal or for a pipe."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Style:
             return text
         lines: list[str] = []
         for line in text.split("\n"):
-            seen = COLOURS.sub("", line)
-            start = seen.lstrip(" ")
-            if len(seen) <= self.width or _COMMAND.match(start):
+            visible = COLOURS.sub("", line)
+            start = visible.lstrip(" ")
+            if len(visible) <= self.width or _COMMAND.match(start):
                 lines.append(line)
                 continue
-            hang, used = " " * min(len(seen) - len(start) + 4, self.width // 2), 0
+            hang, used = " " * min(len(visible) - len(start) + 4, self.width // 2), 0
             lines.append("")
             for word in _WORDS.findall(line):
                 length = len(COLOURS.sub("", word))
@@ -85,7 +85,7 @@ def error_text(error: CkptoolError, style: Style = PLAIN) -> str:
 
 
 def lines(told: Told, style: Style = PLAIN) -> Iterator[str]:
-    """The lines of what is told, escaped; an empty one only between two others."""
+    """The lines of a report, escaped; an empty one only between two others."""
     gap, begun = False, False
     for line in _every(told, style):
         if line is not None:
@@ -123,25 +123,25 @@ def _table(table: Table, style: Style) -> Iterator[str]:
     """The rows as aligned lines, under the title. Where they are wider than the terminal, a long first cell has its own
     line, and a long last one goes on below itself; if that is not enough, every row is its first cell, and below it the
     others, which nothing cuts."""
-    rows, left = table.cells()
+    rows, omitted = table.cells()
     if not rows:
         return
     indent, title = " " * table.indent, printable(table.title)
     heads, *shown = [[printable(cell) for cell in row] for row in (table.heads, *rows)]
-    every = [heads, *shown] if heads else shown
-    widths = [min(max(map(len, column)), table.hang or WIDEST) for column in zip(*every, strict=True)]
-    last, other = min(widths[-1], LAST), table.indent + sum(width + 2 for width in widths[1:-1]) + 2
-    room = (style.width or sys.maxsize) - other - last
+    grid = [heads, *shown] if heads else shown
+    widths = [min(max(map(len, column)), table.hang or WIDEST) for column in zip(*grid, strict=True)]
+    last, between = min(widths[-1], LAST), table.indent + sum(width + 2 for width in widths[1:-1]) + 2
+    room = (style.width or sys.maxsize) - between - last
     if not table.hang and len(widths) > 2 and FIRST <= room < widths[0]:
-        widths[0] = max((len(cells[0]) for cells in every if len(cells[0]) <= room), default=0)
-        both = list[tuple[Sequence[str], list[str]]]()
+        widths[0] = max((len(cells[0]) for cells in grid if len(cells[0]) <= room), default=0)
+        split = list[tuple[Sequence[str], list[str]]]()
         for row, texts in zip(rows, shown, strict=True):
             is_long = len(texts[0]) > widths[0]
-            both += [(row[:1], texts[:1]), (("", *row[1:]), ["", *texts[1:]])] if is_long else [(row, texts)]
-        rows, shown = [row for row, _ in both], [texts for _, texts in both]
-        every = [heads, *shown] if heads else shown
+            split += [(row[:1], texts[:1]), (("", *row[1:]), ["", *texts[1:]])] if is_long else [(row, texts)]
+        rows, shown = [row for row, _ in split], [texts for _, texts in split]
+        grid = [heads, *shown] if heads else shown
     signs = [f"{'>' if number in table.right else '<'}{width}" for number, width in enumerate(widths)]
-    cells = [[f"{cell:{sign}}" for cell, sign in zip(row, signs, strict=False)] for row in every]
+    cells = [[f"{cell:{sign}}" for cell, sign in zip(row, signs, strict=False)] for row in grid]
 
     def joined(cells: Sequence[str]) -> str:
         return (indent + "  ".join(cells)).rstrip()
@@ -149,14 +149,14 @@ def _table(table: Table, style: Style) -> Iterator[str]:
     head = joined(cells.pop(0)) if heads else ""
     aligned = list(map(joined, cells))
     is_wide = not table.hang and style.width is not None and max(map(len, (head, *aligned))) > style.width
-    begins = max(len(line) - len(texts[-1].rstrip()) for texts, line in zip(shown, aligned, strict=True))
-    is_wide = is_wide and begins > (style.width or 0) - last
+    last_start = max(len(line) - len(texts[-1].rstrip()) for texts, line in zip(shown, aligned, strict=True))
+    is_wide = is_wide and last_start > (style.width or 0) - last
     if title and not is_wide and head[: len(title)].isspace():
         yield style.bold(title) + style.dim(head[len(title) :])
     else:
         yield from [style.bold(title)] if title else []
         yield from [style.dim(head)] if heads and not is_wide else []
-    for row, texts, own, line in zip(rows, shown, cells, aligned, strict=True):
+    for row, texts, row_cells, line in zip(rows, shown, cells, aligned, strict=True):
         if is_wide:
             yield indent + _marked(row[0], style)
             pairs = zip(heads[1:] or [""] * len(texts), texts[1:], strict=False)
@@ -164,16 +164,16 @@ def _table(table: Table, style: Style) -> Iterator[str]:
             yield from [f"{indent}    {', '.join(facts)}"] if facts else []
             continue
         texts[-1] = texts[-1].rstrip()  # as the line is
-        coloured = list(own)
-        for number, (cell, text, padded) in enumerate(zip(row, texts, own, strict=True)) if style.colour else ():
+        coloured = list(row_cells)
+        for number, (cell, text, padded) in enumerate(zip(row, texts, row_cells, strict=True)) if style.colour else ():
             before, _, after = padded.partition(text) if text else ("", "", padded)  # the blanks do not stand out
             coloured[number] = before + _marked(Marked(text, getattr(cell, "mark", "")), style) + after
         used = len(line) - len(texts[-1])
         if style.width is not None and len(line) > style.width and used <= style.width - last:
-            first, *more = wrap(line[used:], style.width - used, break_long_words=False, break_on_hyphens=False)
+            first, *continued = wrap(line[used:], style.width - used, break_long_words=False, break_on_hyphens=False)
             mark = getattr(row[-1], "mark", "")
             yield joined([*coloured[:-1], _marked(Marked(first, mark), style)])
-            yield from (" " * used + _marked(Marked(each, mark), style) for each in more)
+            yield from (" " * used + _marked(Marked(part, mark), style) for part in continued)
         else:
             yield joined(coloured)
-    yield from [style.spelled(table.more.format(f"{left:,}"))] if left else []
+    yield from [style.spelled(table.more.format(f"{omitted:,}"))] if omitted else []

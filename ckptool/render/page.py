@@ -62,15 +62,15 @@ def page(report: CheckpointReport) -> str:
     hashes = (f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (style, script))
     compared = _Compared(report.diff, report.compared) if report.diff is not None else None
     rules = [rule for file in report.files for rule in file.health.rules]
-    found = {f"{each.kind}: {each.rule}" for file in report.files for each in file.health.findings}
+    reported = {f"{finding.kind}: {finding.rule}" for file in report.files for finding in file.health.findings}
     files = []
     for side, file in enumerate(report.files):
-        listed, facts = file.inspection, [file.diagnosis.is_a]
-        if listed is not None:
-            facts = [listed.container, size(listed.bytes), counted(len(listed.tensors), "tensor")]
-            storages = f"{counted(listed.storages, 'storage')} of {size(listed.tensor_bytes)}"
-            facts += [storages, engine_of(listed.metadata)]
-            facts += [listed.part.label] if listed.part else []
+        contents, facts = file.inspection, [file.diagnosis.is_a]
+        if contents is not None:
+            facts = [contents.container, size(contents.bytes), counted(len(contents.tensors), "tensor")]
+            storages = f"{counted(contents.storages, 'storage')} of {size(contents.tensor_bytes)}"
+            facts += [storages, engine_of(contents.metadata)]
+            facts += [contents.part.label] if contents.part else []
         about = {"name": file.diagnosis.file or "in memory", "facts": " · ".join(filter(None, facts))}
         about |= {name: getattr(file, name) for name in ("inspection", "diagnosis", "health")}
         letter = "AB"[side] * (len(report.files) > 1)
@@ -82,7 +82,7 @@ def page(report: CheckpointReport) -> str:
         script=script,
         files=files,
         change=_changes(report, compared) if compared is not None else None,
-        clear=[rule for rule in dict.fromkeys(rules) if rule not in found],
+        clear=[rule for rule in dict.fromkeys(rules) if rule not in reported],
         events=[(kind, steps) for kind, name in EVENTS.items() if (steps := getattr(report.history, name, ()))],
         data=packed(report, compared) if any(map(_parts_of, report.files)) else "",
     )
@@ -131,25 +131,25 @@ def _verdicts(file: FileReport) -> Iterator[tuple[str, str, str, str]]:
         "torchscript": ("warn", "It holds a program", "It runs when the model is called."),
     }
     nothing = ("good", "Nothing unknown", "It calls only what builds tensors and values.")
-    yield ("Would it run anything?", *next((said for code, said in runs.items() if code in codes), nothing))
+    yield ("Would it run anything?", *next((verdict for code, verdict in runs.items() if code in codes), nothing))
     health = file.health
-    odd = sum(1 for one in file.inspection.statistics.values() if one.nans or one.infs)
+    bad_count = sum(1 for stats in file.inspection.statistics.values() if stats.nans or stats.infs)
     is_partial = any(reason != "empty" for reason in health.skipped.values())
-    answer = f"{counted(odd, 'tensor')} with NaN or Inf" if odd else "All that were read"
-    tone = "bad" if odd else "warn" if is_partial else "good"
+    answer = f"{counted(bad_count, 'tensor')} with NaN or Inf" if bad_count else "All that were read"
+    tone = "bad" if bad_count else "warn" if is_partial else "good"
     read = f"{health.read:,} of {counted(health.tensors, 'tensor')} read."
     yield "Are the values finite?", *((tone, answer) if health.read else ("", "Not looked at")), read
     yield "Do checksums match?", "", "Not checked", ""
 
 
 def _parts_of(file: FileReport) -> list[PartSummary]:
-    """The parts of a file that have tensors; the last one for those that are in none."""
+    """The parts of a file that have tensors; a last one for tensors outside of all parts."""
     if file.inspection is None:
         return []
-    found = file.inspection.parts
-    inside = {id(row) for part in found for row in part.rows}
-    rest = [row for row in file.inspection.tensors if id(row) not in inside]
-    return [part for part in found if part.rows] + ([summary_of(StateDict((), None, PLAIN, ""), rest)] if rest else [])
+    parts = file.inspection.parts
+    placed = {id(row) for part in parts for row in part.rows}
+    rest = [row for row in file.inspection.tensors if id(row) not in placed]
+    return [part for part in parts if part.rows] + ([summary_of(StateDict((), None, PLAIN, ""), rest)] if rest else [])
 
 
 # The map of modules ---------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Cell(NamedTuple):
 
     @property
     def glob(self) -> str:
-        """What to search for in order to see its tensors, and no other's."""
+        """The search pattern that matches its tensors and no others."""
         signs = ["?" if c in "! " or not c.isprintable() else f"[{c}]" if c in "*?[" else c for c in self.name]
         if signs[0] not in ("?", "[*]", "[?]", "[[]") and (self.leaf or self.name.startswith("re:")):
             signs[0] = f"[{signs[0]}]"  # a pattern, neither a part of names nor an expression
@@ -185,40 +185,40 @@ def treemap(
     divided: Sequence[PartSummary], statistics: Mapping[str, Statistics], width: float, height: float
 ) -> Iterator[Cell]:
     """The modules of all parts as cells whose areas are as their bytes; the largest are divided while there is room."""
-    total, most = sum(part.bytes for part in divided), max(int(CELLS * width / 1_000), 56)
-    shown = heapq.nlargest(most, [part for part in divided if part.bytes], key=lambda part: part.bytes)
+    total, limit = sum(part.bytes for part in divided), max(int(CELLS * width / 1_000), 56)
+    shown = heapq.nlargest(limit, [part for part in divided if part.bytes], key=lambda part: part.bytes)
     areas = boxes([part.bytes for part in shown], (0, 0, width, height))
     for part, area in zip(shown, areas, strict=True):
-        cells = list(_modules(part, statistics, max(most * part.bytes // total, 1)))
+        cells = list(_modules(part, statistics, max(limit * part.bytes // total, 1)))
         for cell, box in zip(cells, boxes([cell.bytes for cell in cells], area), strict=True):
             yield cell._replace(box=box)
 
 
-def _modules(part: PartSummary, statistics: Mapping[str, Statistics], most: int) -> Iterator[Cell]:
-    """A part's modules, largest first, the small ones together in the cells of those that they are in."""
+def _modules(part: PartSummary, statistics: Mapping[str, Statistics], limit: int) -> Iterator[Cell]:
+    """A part's modules, largest first; small ones go together in the cell of the module that they are in."""
     items = list(zip([address(row.path) for row in part.rows], part.sizes, strict=True))
-    start, below = _divided(items, len(part.root.address) + 1 if part.root.address else 0)
+    start, groups = _divided(items, len(part.root.address) + 1 if part.root.address else 0)
     todo: list[tuple[int, int, str, list[Item]]] = []
     cells: list[tuple[int, int, str, list[Item]]] = []
     while True:
-        for name, members in below.items():
+        for name, members in groups.items():
             heapq.heappush(todo, (-sum(nbytes for _, nbytes in members), len(todo) + len(cells), name, members))
-        if not todo or len(todo) + len(cells) > most:  # there is no room to divide any of them
+        if not todo or len(todo) + len(cells) > limit:  # there is no room to divide any of them
             break
         cell = heapq.heappop(todo)
-        _, below = _divided(cell[3], len(cell[2]) + 1)
-        is_whole = all(place == name for name, each in below.items() for place, _ in each)  # tensors alone
-        if is_whole or len(below) + len(todo) + len(cells) > most:
-            cells, below = [*cells, cell], {}
+        _, groups = _divided(cell[3], len(cell[2]) + 1)
+        is_flat = all(place == name for name, group in groups.items() for place, _ in group)  # tensors alone
+        if is_flat or len(groups) + len(todo) + len(cells) > limit:
+            cells, groups = [*cells, cell], {}
     cells = sorted(cells + todo)
-    rest = [item for *_, members in cells[2 * CELLS :] for item in members]
+    remaining = [item for *_, members in cells[2 * CELLS :] for item in members]
     hues: dict[str, int] = {}
-    for name, members in [*((name, members) for *_, name, members in cells[: 2 * CELLS]), ("", rest)]:
+    for name, members in [*((name, members) for *_, name, members in cells[: 2 * CELLS]), ("", remaining)]:
         hue = hues.setdefault(_piece(name, start), len(hues) % HUES) if part.root.is_model else HUES
-        odd = sum(1 for place, _ in members if (one := statistics.get(place)) is not None and (one.nans or one.infs))
+        bad = sum(1 for place, _ in members if (row := statistics.get(place)) is not None and (row.nans or row.infs))
         label = name[start:] if any(c.isalpha() for c in name[start:]) else name  # a number says nothing alone
         if nbytes := sum(nbytes for _, nbytes in members):
-            yield Cell(name, label, [place for place, _ in members] == [name], len(members), nbytes, hue, odd)
+            yield Cell(name, label, [place for place, _ in members] == [name], len(members), nbytes, hue, bad)
 
 
 def _divided(items: Sequence[Item], start: int) -> tuple[int, dict[str, list[Item]]]:
@@ -226,10 +226,10 @@ def _divided(items: Sequence[Item], start: int) -> tuple[int, dict[str, list[Ite
     one; and where that piece begins, which is not before `start`."""
     common = os.path.commonprefix([name for name, _ in items])  # noqa: RUF071 -- of texts
     start = max(start, 1 + max(common.rfind(sign) for sign in "./"))
-    below: dict[str, list[Item]] = {}
+    groups: dict[str, list[Item]] = {}
     for item in items:
-        below.setdefault(_piece(item[0], start), []).append(item)
-    return start, below
+        groups.setdefault(_piece(item[0], start), []).append(item)
+    return start, groups
 
 
 def _piece(name: str, start: int) -> str:
@@ -246,19 +246,19 @@ def boxes(sizes: Sequence[float], area: Box) -> list[Box]:
         return [area] * len(sizes)
 
     def flattest(count: int) -> float:
-        """How flat the flattest box is, where so many stand in a row."""
+        """The worst aspect ratio of a row of the first `count` boxes."""
         total = sum(sizes[:count]) * scale
         return max(side**2 * max(sizes[:count]) * scale / total**2, total**2 / (side**2 * min(sizes[:count]) * scale))
 
     count = 1
     while count < len(sizes) and flattest(count + 1) <= flattest(count):
         count += 1
-    thick, at, row = sum(sizes[:count]) * scale / side, 0.0, list[Box]()
-    for each in sizes[:count]:
-        length = each * scale / thick
-        row.append((x, y + at, thick, length) if width >= height else (x + at, y, length, thick))
-        at += length
-    wide, high = (width - thick, height) if width >= height else (width, height - thick)
+    thickness, offset, row = sum(sizes[:count]) * scale / side, 0.0, list[Box]()
+    for amount in sizes[:count]:
+        length = amount * scale / thickness
+        row.append((x, y + offset, thickness, length) if width >= height else (x + offset, y, length, thickness))
+        offset += length
+    wide, high = (width - thickness, height) if width >= height else (width, height - thickness)
     return row + boxes(sizes[count:], (x + width - wide, y + height - high, max(wide, 0), max(high, 0)))
 
 
@@ -305,8 +305,8 @@ def _cells(row: TensorRow, tied: str | int, file: FileReport) -> Iterator[Any]:
     if picture is None:
         yield from (0, 0, 0)
         return
-    most = max(picture.counts) or 1
-    yield "".join(DIGITS[-(-count * 35 // most)] for count in picture.counts)  # none that is not empty is 0
+    peak = max(picture.counts) or 1
+    yield "".join(DIGITS[-(-count * 35 // peak)] for count in picture.counts)  # none that is not empty is 0
     yield [_plain(value) for value in picture.quantiles]
     means = [mean for row in picture.means for mean in row]
     scale = max((abs(mean) for mean in means if mean is not None), default=0.0)
@@ -316,7 +316,7 @@ def _cells(row: TensorRow, tied: str | int, file: FileReport) -> Iterator[Any]:
 
 
 def _plain(value: float | int | None) -> Any:
-    """A number that JavaScript reads as the same number: as a text where it has none like it."""
+    """A number in a form that JavaScript reads exactly: a text where it has no such number."""
     if isinstance(value, int):
         return value if abs(value) < EXACT else str(value)
     return value if value is None or isfinite(value) else str(value).replace("inf", "Infinity").replace("nan", "NaN")
@@ -326,7 +326,7 @@ def _plain(value: float | int | None) -> Any:
 
 
 class _Compared:
-    """The differences of two files, and what they call the tensors that are listed.
+    """The differences of two files, and the names by which they call the listed tensors.
 
     A whole module is listed by the names of its state dict, and may be compared as the object that it is: then its
     tensors are found by what they view.
@@ -342,7 +342,7 @@ class _Compared:
         self.changed = {change.address: change for change in diff.changed}
 
     def name(self, side: int, row: TensorRow) -> str | None:
-        """That of a tensor of a file, the first or the second; None where it was not compared."""
+        """The compared name of a tensor of the first or second file; None where it was not compared."""
         base, paths = self.bases[side], self.places[side].get(row.tensor.view, [])
         path = row.path[len(base) :] if row.path[: len(base)] == base else None
         if paths and path not in paths:
@@ -354,13 +354,13 @@ class _Compared:
         the cosine, where they are known."""
         if (name := self.name(side, row)) is None:
             return ["not compared"]
-        if (found := self.changed.get(name)) is None:
-            above = [name[:at] for at, sign in enumerate(f"{name}/") if sign == "/"]
-            if any(part in self.changed for part in above):  # of another type in the other file
+        if (difference := self.changed.get(name)) is None:
+            parents = [name[:at] for at, sign in enumerate(f"{name}/") if sign == "/"]
+            if any(part in self.changed for part in parents):  # of another type in the other file
                 return ["not compared"]
-            return ["only here" if any(part in self.only for part in above) else f"same: {self.diff.evidence}"]
-        word = ", ".join(name for name in found.aspects if name != "values") or "values"
-        values = found.values
+            return ["only here" if any(part in self.only for part in parents) else f"same: {self.diff.evidence}"]
+        word = ", ".join(name for name in difference.aspects if name != "values") or "values"
+        values = difference.values
         facts = () if values is None else (values.changed, values.total, _plain(values.max_abs), _plain(values.cosine))
         return [word, *facts]
 
@@ -373,10 +373,10 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
     # What changed, in a few words for each kind of change.
     clauses, odd = list[str](), list[set[str | None]]()
     for side, file in enumerate(report.files):
-        known = file.inspection.statistics if file.inspection is not None else {}
+        statistics = file.inspection.statistics if file.inspection is not None else {}
         rows = file.inspection.tensors if file.inspection is not None else ()
-        of_row = ((row, known.get(row.address)) for row in rows)
-        odd.append({compared.name(side, row) for row, one in of_row if one and (one.nans or one.infs)} - {None})
+        of_row = ((row, statistics.get(row.address)) for row in rows)
+        odd.append({compared.name(side, row) for row, stats in of_row if stats and (stats.nans or stats.infs)} - {None})
     for letter, new in (("B", odd[1] - odd[0]), ("A", odd[0] - odd[1])):
         if new:
             clauses.append(f"NaN or Inf only in {letter}: {_named(sorted(filter(None, new)))}")
@@ -387,10 +387,10 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
     if len(by_text) > 3:
         clauses.append(counted(len(by_text) - 3, "more change of that kind", "more changes of that kind"))
     if values:
-        apart = [change.values for _, change in values if change.values is not None]
-        changed, total, most = totals(apart)
-        far = f": {changed:,} of {counted(total, 'element')}, by up to {number(most)}" if apart else ""
-        clauses.append(f"values changed in {_named([name for name, _ in values])}{far}")
+        deltas = [change.values for _, change in values if change.values is not None]
+        changed, total, largest = totals(deltas)
+        extent = f": {changed:,} of {counted(total, 'element')}, by up to {number(largest)}" if deltas else ""
+        clauses.append(f"values changed in {_named([name for name, _ in values])}{extent}")
     for letter, only in (("A", diff.only_left), ("B", diff.only_right)):
         if only:
             clauses.append(f"only in {letter}: {_named([address(path) for path, _ in only], 'entry', 'entries')}")
@@ -402,14 +402,14 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
     if "prefix" in diff.ignored:
         clauses.append("the names differ by a wrapper's prefix" + (", and by nothing else" if diff.same else ""))
     verdict = "; ".join(clauses)
-    alike = [change for change in diff.changed if is_tensor(change.left) and change.aspects.keys() <= BESIDE]
-    words = "have the same values" if alike else "are the same"
-    equal = f"{diff.equal + len(alike):,} of {counted(diff.tensors, 'tensor')} {words}, {EVIDENCE[diff.evidence]}."
+    unchanged = [change for change in diff.changed if is_tensor(change.left) and change.aspects.keys() <= BESIDE]
+    words = "have the same values" if unchanged else "are the same"
+    equal = f"{diff.equal + len(unchanged):,} of {counted(diff.tensors, 'tensor')} {words}, {EVIDENCE[diff.evidence]}."
     if diff.changed_elements:
         share = percent(diff.changed_elements / max(diff.elements, 1))
         equal += f" {diff.changed_elements:,} of {counted(diff.elements, 'element')} differ ({share})."
-    tables = [each for each in diff.differences(("A", "B"), room=0) if isinstance(each, Table) and each.rows]
-    moved = {name: one.values.changed for name, one in values if one.values is not None}
+    tables = [table for table in diff.differences(("A", "B"), room=0) if isinstance(table, Table) and table.rows]
+    moved = {name: change.values.changed for name, change in values if change.values is not None}
     return {
         "verdict": verdict[:1].upper() + verdict[1:],
         "equal": equal,
@@ -454,6 +454,6 @@ def _heatmap(report: CheckpointReport, compared: _Compared, moved: Mapping[str, 
         "layers": layers[:LAYERS],
         "kinds": [kind for kind in kinds if kind in common],
         "shares": shares,
-        "levels": {place: sum(share > most for most in LEVELS) + (share >= 1) for place, share in shares.items()},
+        "levels": {place: sum(share > level for level in LEVELS) + (share >= 1) for place, share in shares.items()},
         "hidden": ", ".join(f"{count:,} {what}" for count, what in hidden if count > 0),
     }

@@ -49,8 +49,8 @@ def _number(value: Any) -> Any:
 def _seconds(value: Any) -> Any:
     """A time in seconds, also of words like 30m."""
     units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-    if isinstance(value, str) and (found := re.fullmatch(r"([0-9]+\.?[0-9]*) *([smhd])", value)):
-        return float(found[1]) * units[found[2]]
+    if isinstance(value, str) and (match := re.fullmatch(r"([0-9]+\.?[0-9]*) *([smhd])", value)):
+        return float(match[1]) * units[match[2]]
     if isinstance(value, str):
         raise ValueError(f"should be a number of seconds, or a time like 90s, 30m, 2h or 1d (it is {value[:40]!r})")
     return _number(value)
@@ -325,8 +325,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _fits(self) -> Config:
         owners = [self.model_of(name) for name in self.optim]
-        rest = [self.model_of(name) for name, settings in self.optim.items() if not settings.match]
-        several = {name for name in rest if rest.count(name) > 1}
+        catch_alls = [self.model_of(name) for name, settings in self.optim.items() if not settings.match]
+        several = {name for name in catch_alls if catch_alls.count(name) > 1}
         wrong = {
             "there is no model": not self.models,
             f"models are {sorted(self.models)}, optimizers for {sorted(set(owners))}; each model needs one, and each "
@@ -337,7 +337,7 @@ class Config(Section):
                 self.stop.patience and not self.eval.every
             ),
             "schedule: ReduceLROnPlateau needs evaluation, and eval.every is 0": not self.eval.every
-            and any(each.schedule is not None and each.schedule.follows_evaluation for each in self.optim.values()),
+            and any(optim.schedule is not None and optim.schedule.follows_evaluation for optim in self.optim.values()),
             "strategy: split needs the section split, and the section needs the strategy": (
                 (self.strategy == "split") != (self.split is not None)
             ),
@@ -371,7 +371,7 @@ def section_in(annotation: Any) -> type[BaseModel] | None:
     """The section in `Section | None`, `dict[str, Section]`, `list[Section]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for part in typing.get_args(annotation) if (found := section_in(part)) is not None), None)
+    return next((section for part in typing.get_args(annotation) if (section := section_in(part)) is not None), None)
 
 
 def is_named(field: FieldInfo) -> bool:
@@ -380,7 +380,7 @@ def is_named(field: FieldInfo) -> bool:
 
 
 def descend(place: Place) -> Iterator[tuple[FieldInfo | None, type[BaseModel] | None]]:
-    """The key at each part of a place, None for names of the user's own and numbers, and the section that follows."""
+    """The key and the following section at each part of a place; no key for names of the user's own and numbers."""
     section: type[BaseModel] | None = Config
     several = False  # the section holds sections of one kind, by name or by number
     for part in place:
@@ -406,13 +406,13 @@ def rooted(value: Any, folder: str, place: tuple[Any, ...] = ()) -> Any:
         return [rooted(item, folder, (*place, index)) for index, item in enumerate(value)]
     if not isinstance(value, str):
         return value
-    given = value.startswith(("./", "../")) if "args" in place else _names_file(value) or place[-1:] == ("from",)
-    path, mark, address = value.partition("#")
-    return absolute(os.path.join(folder, path)) + mark + address if given and path else value
+    is_path = value.startswith(("./", "../")) if "args" in place else _names_file(value) or place[-1:] == ("from",)
+    path, separator, address = value.partition("#")
+    return absolute(os.path.join(folder, path)) + separator + address if is_path and path else value
 
 
 def portable(value: Any) -> Any:
-    """Plain values in which code is named without its folder, which is another on another machine."""
+    """Plain values in which code is named without its folder, which differs between machines."""
     if isinstance(value, dict):
         return {key: portable(item) for key, item in value.items()}
     return os.path.basename(value) if isinstance(value, str) and _names_file(value) else value
@@ -435,7 +435,7 @@ def _rule(field: FieldInfo) -> str:
 
 
 def rule_of(key: str) -> str:
-    """The rule for changing a key on a resume: the first on the way to it that is not `FIXED`."""
+    """The rule for changing a key on a resume: the first one on the path to it that is not `FIXED`."""
     rules = (_rule(field) for field, _ in descend(tuple(key.split("."))) if field is not None)
     return next((rule for rule in rules if rule != FIXED), FIXED)
 
@@ -447,18 +447,18 @@ def recorded(values: dict[str, Any], section: type[BaseModel] = Config) -> dict[
     """
     fields = {key: field for key, field in keys_of(section).items() if _rule(field) != FREE}
     below = {key: section_in(f.annotation) for key, f in fields.items() if typing.get_origin(f.annotation) is not list}
-    kept = {}
+    record = {}
     for key in sorted(fields, key=lambda key: below.get(key) is not None):
         value, inner = values[key], below.get(key)
         if inner is not None and value is not None:
             named = is_named(fields[key])
-            value = {name: recorded(each, inner) for name, each in value.items()} if named else recorded(value, inner)
-        kept[key] = portable(value)
-    return kept
+            value = {name: recorded(part, inner) for name, part in value.items()} if named else recorded(value, inner)
+        record[key] = portable(value)
+    return record
 
 
 class ChangedKey(NamedTuple):
-    """A key whose value is another than the run was started with, and its rule."""
+    """A key whose value differs from the one that the run was started with, and its rule."""
 
     key: str
     before: Any
@@ -468,12 +468,12 @@ class ChangedKey(NamedTuple):
 
 def changes(before: Config, after: Config) -> list[ChangedKey]:
     """The keys that differ, each with its rule."""
-    one, other = (dict(_leaves(portable(each.dumped()))) for each in (before, after))
-    keys = [key for key in dict.fromkeys((*one, *other)) if one.get(key) != other.get(key)]
+    old, new = (dict(_leaves(portable(config.dumped()))) for config in (before, after))
+    keys = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
     settings = (*before.optim.values(), *after.optim.values())
-    followed = any(each.schedule is not None and each.schedule.follows_evaluation for each in settings)
+    followed = any(optim.schedule is not None and optim.schedule.follows_evaluation for optim in settings)
     rules = dict.fromkeys(("eval.every", "eval.metric", "eval.ema"), DECLARED) if followed else {}
-    return [ChangedKey(key, one.get(key), other.get(key), rules.get(key) or rule_of(key)) for key in keys]
+    return [ChangedKey(key, old.get(key), new.get(key), rules.get(key) or rule_of(key)) for key in keys]
 
 
 def _leaves(values: Any, place: Place = ()) -> Iterator[tuple[str, Any]]:
@@ -487,12 +487,12 @@ def _leaves(values: Any, place: Place = ()) -> Iterator[tuple[str, Any]]:
         yield ".".join(map(str, place)), values
 
 
-def refuse_fixed(found: Sequence[ChangedKey], asked: Sequence[str], folder: str) -> None:
-    """Raises `Conflict` for keys that may not change in a run, and for those that change only when they are `--set`."""
-    fixed = [change for change in found if change.rule == FIXED]
-    keys = [each.partition("=")[0] for each in asked]
-    named = [change.key for change in found if any(f"{change.key}.".startswith(f"{key}.") for key in keys)]
-    silent = [change for change in found if change.rule == DECLARED and change.key not in named]
+def refuse_fixed(changed: Sequence[ChangedKey], assignments: Sequence[str], folder: str) -> None:
+    """Raises `Conflict` for changes of fixed keys, and of declared ones that no assignment (`--set`) names."""
+    fixed = [change for change in changed if change.rule == FIXED]
+    keys = [assignment.partition("=")[0] for assignment in assignments]
+    named = [change.key for change in changed if any(f"{change.key}.".startswith(f"{key}.") for key in keys)]
+    silent = [change for change in changed if change.rule == DECLARED and change.key not in named]
     if wrong := fixed + silent:
         lines = [f"{change.key} was {change.before!r}, and is now {change.after!r}" for change in wrong]
         raise Conflict(

@@ -1,5 +1,5 @@
-"""`run.yaml`: read with line numbers, changed by `--set`, written with every default; that of a run, as it was last
-changed; and what `train --init` explains.
+"""`run.yaml`: read with line numbers, changed by `--set`, written with every default; the configuration of a run as it
+was last changed; and what `train --init` explains.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _BEGIN = re.compile("^(Input|String|Value error,) ")
 MAX_DEPTH, MAX_VALUES, MAX_BITS = 64, 100_000, 1_024  # more than any real configuration has
 
 
-def read(given: PathLike | Mapping[str, Any], changes: Sequence[str] = ()) -> Config:
+def read(source: PathLike | Mapping[str, Any], changes: Sequence[str] = ()) -> Config:
     """The configuration in a file, or a dictionary of the same keys, with `KEY=VALUE` changes.
 
     Raises `UsageError` with the line of everything wrong.
     """
-    if isinstance(given, Mapping):
-        return changed(given, changes)
-    if is_run(path := os.fspath(given)):
+    if isinstance(source, Mapping):
+        return changed(source, changes)
+    if is_run(path := os.fspath(source)):
         fix = f"Resume it: {command('resume', path)}"
         raise UsageError(f"{path} is a run, not a configuration", "It was started before.", fix)
     values, lines = loaded(read_small_text(path, "a configuration", MAX_FILE), path)
@@ -61,8 +61,8 @@ def changed(values: Mapping[str, Any], changes: Sequence[str], path: str = "the 
 def checked(values: Any, path: str, lines: Mapping[Place, int] | None = None, changes: Sequence[str] = ()) -> Config:
     """The configuration that plain values make, with changes, whose paths are relative to the working directory.
 
-    Every problem is in one error: a sentence for each place where something is wrong, in the order of lines: where,
-    what, and what may be meant. path: what to call it there.
+    One error has all problems: a sentence for each place where something is wrong, in the order of lines: where, what,
+    and what may be meant. path: the name of the configuration in them.
     """
     if not isinstance(values, dict):
         raise UsageError(f"{path} is not a configuration", "It has no KEY: VALUE lines.", "See: ckptool train --init")
@@ -76,28 +76,28 @@ def checked(values: Any, path: str, lines: Mapping[Place, int] | None = None, ch
         return Config.model_validate(values)
     except ValidationError as error:
         problems = error.errors()
-    found: dict[Place, list[Any]] = {}
+    by_place: dict[Place, list[Any]] = {}
     for problem in problems:
-        found.setdefault(_place(problem["loc"], values, problem["type"] == "missing"), []).append(problem)
+        by_place.setdefault(_place(problem["loc"], values, problem["type"] == "missing"), []).append(problem)
     lines = lines or {}
-    made: list[tuple[int, str]] = []
-    for place, here in found.items():
-        if any(len(other) > len(place) and other[: len(place)] == place for other in found if place):
-            continue  # one of several things that it could be; what is wrong with the right one is said below
-        key, kind, value = dotted(place), here[0]["type"], here[0].get("input")
+    numbered: list[tuple[int, str]] = []
+    for place, causes in by_place.items():
+        if any(len(other) > len(place) and other[: len(place)] == place for other in by_place if place):
+            continue  # another branch of a union; the problem with the branch that was meant is below this place
+        key, kind, value = dotted(place), causes[0]["type"], causes[0].get("input")
         if kind == "extra_forbidden":
             *_, (_, section) = ((None, Config), *descend(place[:-1]))
             close = difflib.get_close_matches(str(place[-1]), keys_of(section), 1)
             words = f"unknown key {key}" + (f"; did you mean {dotted((*place[:-1], close[0]))}?" if close else "")
         elif kind == "missing":
             words = f"{key} is missing"
-        else:  # several are several things that it could be, and is not
-            told = dict.fromkeys(_WORDS.get(each["type"]) or _BEGIN.sub("", each["msg"]) for each in here)
-            words = (f"{key}: " if key else "") + ", or ".join(told).replace(", or should be ", ", or ")
+        else:  # several problems are several branches of a union
+            expectations = dict.fromkeys(_WORDS.get(cause["type"]) or _BEGIN.sub("", cause["msg"]) for cause in causes)
+            words = (f"{key}: " if key else "") + ", or ".join(expectations).replace(", or should be ", ", or ")
             words += f" (it is {_KINDS.get(type(value)) or repr(value)[:80]})" if kind != "value_error" else ""
         line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), 0)
-        made.append((line, f"{path}{f':{line}' if line else ''}: {words}"))
-    wrong = [sentence for _, sentence in sorted(made, key=lambda each: each[0])]
+        numbered.append((line, f"{path}{f':{line}' if line else ''}: {words}"))
+    wrong = [sentence for _, sentence in sorted(numbered, key=lambda entry: entry[0])]
     raise UsageError(
         wrong[0] if len(wrong) == 1 else f"{path}: {counted(len(wrong), 'problem')}",
         TextLines(*(wrong if len(wrong) > 1 else ()), "Nothing was started."),
@@ -184,32 +184,32 @@ def loaded(text: str, where: str) -> tuple[Any, dict[Place, int]]:
 
 
 def _lines(node: yaml.Node, place: Place, seen: set[int]) -> Iterator[tuple[Place, int]]:
-    """The line of every key. Raises `MarkedYAMLError` for one that is given twice: YAML would take the last."""
+    """The line of every key. Raises `MarkedYAMLError` for a repeated key, of which YAML would take the last."""
     if id(node) in seen:
         return  # an alias
     seen.add(id(node))
-    inside: list[tuple[Any, yaml.Node, yaml.Node]] = []
+    children: list[tuple[Any, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):  # whose keys are scalars; others the loader refuses
-        inside = [(key.value, key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)]
+        children = [(key.value, key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)]
     elif isinstance(node, yaml.SequenceNode):
-        inside = [(index, value, value) for index, value in enumerate(node.value)]
-    known = set()
-    for part, at, value in inside:
-        if part in known:
-            raise yaml.MarkedYAMLError(problem=f"{part} is given twice", problem_mark=at.start_mark)
-        known.add(part)
-        yield (*place, part), at.start_mark.line + 1
+        children = [(index, value, value) for index, value in enumerate(node.value)]
+    keys = set()
+    for part, key_node, value in children:
+        if part in keys:
+            raise yaml.MarkedYAMLError(problem=f"{part} is given twice", problem_mark=key_node.start_mark)
+        keys.add(part)
+        yield (*place, part), key_node.start_mark.line + 1
         yield from _lines(value, (*place, part), seen)
 
 
-def plain(value: Any, place: Place = (), left: list[int] | None = None) -> Any:
+def plain(value: Any, place: Place = (), budget: list[int] | None = None) -> Any:
     """A copy of plain values: strings, paths as strings, numbers, lists, dictionaries. Others are a `UsageError`.
 
-    left: how many values there may still be.
+    budget: how many more values there may be, in a list of one.
     """
-    left = [MAX_VALUES] if left is None else left
-    left[0] -= 1
-    if left[0] < 0 or len(place) > MAX_DEPTH or (isinstance(value, int) and value.bit_length() > MAX_BITS):
+    budget = [MAX_VALUES] if budget is None else budget
+    budget[0] -= 1
+    if budget[0] < 0 or len(place) > MAX_DEPTH or (isinstance(value, int) and value.bit_length() > MAX_BITS):
         limits = f"{MAX_VALUES:,} values, lists in lists {MAX_DEPTH} deep, numbers of {MAX_BITS:,} bits"
         raise UsageError("the configuration is too large", f"It has at most {limits}.")
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -217,9 +217,9 @@ def plain(value: Any, place: Place = (), left: list[int] | None = None) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(item, (*place, key), left) for key, item in value.items()}
+        return {str(key): plain(item, (*place, key), budget) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item, (*place, index), left) for index, item in enumerate(value)]
+        return [plain(item, (*place, index), budget) for index, item in enumerate(value)]
     what = f"{dotted(place) or 'the configuration'} is of type {type(value).__qualname__}, and not a plain value"
     raise UsageError(what, "It could not be saved in run.yaml.", "Name code of your own by its place: file.py:NAME")
 
@@ -233,14 +233,14 @@ def dotted(place: Place) -> str:
 
 def reopen_to_prune(folder: str, changes: Sequence[str], *, write: bool) -> RunFolder:
     """An existing run of the harness or of `ckptool.Run`, its retention changed for this once."""
-    number, text = run_folder.recorded(folder)
-    found = run_folder.values_of(text)
-    if LOOP in found:  # whose rules are written there as those of a configuration
-        values = run_folder.last_config(folder, number, found)
-        kept = {"train": {"steps": 1}, "save": values.get("save", {}), "eval": values.get("eval", {})}
+    run_id, text = run_folder.recorded(folder)
+    recorded = run_folder.values_of(text)
+    if LOOP in recorded:  # a run of `ckptool.Run` records its rules in the form of a configuration
+        values = run_folder.last_config(folder, run_id, recorded)
+        sections = {"train": {"steps": 1}, "save": values.get("save", {}), "eval": values.get("eval", {})}
     else:
-        kept = recorded_config(folder)[1].dumped()
-    config = changed({**kept, "run": folder}, changes, os.path.join(folder, CONFIG))
+        sections = recorded_config(folder)[1].dumped()
+    config = changed({**sections, "run": folder}, changes, os.path.join(folder, CONFIG))
     return run_folder.reopen(folder, retention_of(config), write=write)
 
 
@@ -255,15 +255,15 @@ def recorded_config(folder: str) -> tuple[str, Config]:
 
     Raises `UsageError` for a folder that is no run of the harness.
     """
-    number, text = run_folder.recorded(folder)
+    run_id, text = run_folder.recorded(folder)
     path = os.path.join(folder, CONFIG)
     if script := run_folder.values_of(text).get(LOOP):
         what = f"{folder} is a run of ckptool.Run in {script!s}, not of `ckptool train`"
         raise UsageError(what, "", "Run the script again: it resumes by itself.")
     values, lines = loaded(text, path)
     config = checked(values, path, lines)
-    values = run_folder.last_config(folder, number, {})
-    return number, checked({**values, "run": config.run}, path) if values else config
+    values = run_folder.last_config(folder, run_id, {})
+    return run_id, checked({**values, "run": config.run}, path) if values else config
 
 
 # What --init and --schema give ----------------------------------------------------------------------------------------
@@ -297,9 +297,9 @@ def schema_text() -> str:
     return json.dumps(Config.model_json_schema(by_alias=True), indent=2) + "\n"
 
 
-def example(**other: Any) -> str:
-    """A configuration with every key explained. other: sections in the place of the example's."""
-    values = Config.model_validate(_EXAMPLE | other).dumped()
+def example(**sections: Any) -> str:
+    """A configuration with every key explained. sections: replace those of the example."""
+    values = Config.model_validate(_EXAMPLE | sections).dumped()
     del values["train"]["epochs"]
     return _HEAD.format(run=values["run"]) + "".join(f"{line}\n" for line in _explained(Config, values, ""))
 
@@ -310,8 +310,8 @@ def begun(folder: str) -> str:
     Raises `OutputExists` where one of them is there.
     """
     model, run = os.path.join(folder, "model.py"), os.path.join(folder, "run.yaml")
-    if there := [path for path in (model, run) if os.path.lexists(path)]:
-        raise OutputExists(f"{there[0]} exists already", "Nothing was written.", "Name another folder.")
+    if existing := [path for path in (model, run) if os.path.lexists(path)]:
+        raise OutputExists(f"{existing[0]} exists already", "Nothing was written.", "Name another folder.")
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
@@ -335,10 +335,10 @@ def _explained(section: type[BaseModel], values: dict[str, Any], indent: str) ->
             continue
         yield f"{indent}{key}:"
         named = is_named(field)
-        for name, each in (values[key] if named else {"": values[key]}).items():
+        for name, nested in (values[key] if named else {"": values[key]}).items():
             if named:
                 yield f"{indent}  {name}:"
-            yield from _explained(below, each, indent + "  " * (1 + named))
+            yield from _explained(below, nested, indent + "  " * (1 + named))
 
 
 def _flow(values: dict[str, Any]) -> str:

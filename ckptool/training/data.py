@@ -4,8 +4,8 @@ The samples of a step follow from the seed and the step alone: the order of an e
 number, a step takes the next `batch` of them, a micro-step its slice, a process every `world`-th of these. So a resumed
 run, on any number of processes and with any number of workers, sees the samples that it would have seen.
 
-A stream gives samples one after the other, and is not asked for them by a number: every process and worker reads the
-whole of it and keeps its own part. What takes time belongs into `collate`, which is called for the part that is kept.
+A stream gives samples one after the other, and not by number: every process and worker reads all of it and keeps its
+own part. What takes time belongs in `collate`, which is called only for that part.
 """
 
 from __future__ import annotations
@@ -54,27 +54,27 @@ class Batch:
 
 
 def is_stream(dataset: Any) -> bool:
-    """True for an `IterableDataset`, and what can be iterated again and again and has no items by number."""
+    """True for an `IterableDataset`, or an object that can be iterated repeatedly and has no items by number."""
     kind = type(dataset)
-    again = hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__") and not hasattr(kind, "__next__")
-    return isinstance(dataset, IterableDataset) or again
+    repeatable = hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__") and not hasattr(kind, "__next__")
+    return isinstance(dataset, IterableDataset) or repeatable
 
 
 class Samples:
     """A data set divided into training and validation.
 
-    train, train_count: the places that are trained on, none for a stream, and their number.  epoch_count: the samples
-    of an epoch, 0 where nobody knows.  val, held: the data set to evaluate on, and the places in it.
+    train, train_count: the indices to train on (none for a stream), and their number.  epoch_count: the samples of an
+    epoch, 0 if unknown.  val, held_out: the data set to evaluate on, and the indices in it.
     """
 
     def __init__(self, dataset: Any, settings: Data, seed: int) -> None:
         self.dataset, self.settings, self.seed = dataset, settings, seed
         self.collate: Collate = COLLATES.find(settings.collate)
         self.is_stream = is_stream(dataset)
-        self.position: Position | None = None  # in a stream, after the last step that was given
+        self.position: Position | None = None  # in a stream, after the last step that was yielded
         self.train: list[int] = []
         self.val: Any = dataset
-        self.held: list[int] = []
+        self.held_out: list[int] = []
         if self.is_stream:
             if settings.val_fraction or settings.sampler:
                 what = f"data: {settings.name} is a stream, of which nothing can be held out or chosen by a sampler"
@@ -87,22 +87,22 @@ class Samples:
                 raise UsageError(what, "Its state would not be saved.", "Make it an IterableDataset.")
             count = len(dataset)
             shuffled = torch.randperm(count, generator=generator(seed, "split")).tolist()
-            kept = count - math.floor(count * settings.val_fraction)
-            self.train, self.held = sorted(shuffled[:kept]), sorted(shuffled[kept:])
-            self.train_count = kept
+            train_count = count - math.floor(count * settings.val_fraction)
+            self.train, self.held_out = sorted(shuffled[:train_count]), sorted(shuffled[train_count:])
+            self.train_count = train_count
         self.epoch_count = len(self._order(0)) if settings.sampler else self.train_count
         if settings.val is not None:
-            self.val, self.held = _held_out(settings.val)
+            self.val, self.held_out = _held_out(settings.val)
 
     @property
     def about(self) -> dict[str, Any]:
-        """The data set's facts for models that ask: sizes, classes."""
-        found = getattr(self.dataset, "about", {})
-        return found if isinstance(found, dict) else {}
+        """The data set's facts for models that take them: sizes, classes."""
+        about = getattr(self.dataset, "about", {})
+        return about if isinstance(about, dict) else {}
 
     @property
     def steps_per_epoch(self) -> int:
-        """The steps of an epoch; more than any run has, where a stream does not know its length."""
+        """The steps of an epoch; for a stream of unknown length more than any run has."""
         if self.is_stream and not self.epoch_count:
             return sys.maxsize
         batch = self.settings.batch
@@ -110,20 +110,20 @@ class Samples:
 
     def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
         """The micro-batches of each step, from the trainer's to the last of the run. Closing it ends its workers."""
-        world, parts = trainer.world, trainer.config.train.accumulate
+        world, micro_steps = trainer.world, trainer.config.train.accumulate
         steps = range(trainer.step, trainer.total_steps)
         source: Any = Picked(self.dataset, self.collate, self.seed)
-        asked: Iterable[Any] | None = self._shares(steps, parts, world.shard)
+        requests: Iterable[Any] | None = self._shares(steps, micro_steps, world.shard)
         if self.is_stream:
             reader = partial(Reader, self.dataset, self.seed, self.position)
-            saved = trainer.config.save.every
-            source, asked = Steps(reader, world.shard, self.collate, steps, self.settings, parts, saved), None
-        with closing(self._loaded(source, asked, world.device)) as loader:
-            for each, self.position in loader:
-                yield [Batch(to_device(data, world.device), size, total) for data, size, total in each]
+            every = trainer.config.save.every
+            source, requests = Steps(reader, world.shard, self.collate, steps, self.settings, micro_steps, every), None
+        with closing(self._loaded(source, requests, world.device)) as loader:
+            for step, self.position in loader:
+                yield [Batch(to_device(data, world.device), size, total) for data, size, total in step]
 
-    def _shares(self, steps: range, parts: int, shard: Shard) -> Iterator[list[Share]]:
-        """This process's shares of each step that is left: one of each micro-batch that has samples at all."""
+    def _shares(self, steps: range, micro_steps: int, shard: Shard) -> Iterator[list[Share]]:
+        """This process's shares of each of the steps: one of each micro-batch that has samples at all."""
         batch, per_epoch = self.settings.batch, self.steps_per_epoch
         ordered: Sequence[int] | None = None
         for step in steps:
@@ -131,42 +131,42 @@ class Samples:
             if place == 0 or ordered is None:
                 ordered = self._order(epoch)
             samples = [(epoch, self.train[i]) for i in ordered[place * batch : (place + 1) * batch]]
-            yield shares(samples, parts, shard)
+            yield shares(samples, micro_steps, shard)
 
     def _order(self, epoch: int) -> list[int]:
-        """The samples of an epoch, as places in `train`: a permutation, or what the sampler gives."""
+        """The samples of an epoch, as indices into `train`: a permutation, or what the sampler yields."""
         name = self.settings.sampler
         if name is None:
             return order(self.seed, epoch, len(self.train))
-        whole = len(self.train) == len(self.dataset)
-        dataset: Any = self.dataset if whole else Subset(self.dataset, self.train)
+        is_all = len(self.train) == len(self.dataset)
+        dataset: Any = self.dataset if is_all else Subset(self.dataset, self.train)
 
         def sampled() -> list[int]:
-            """From a sampler of the user's own: a function of seed and epoch, whatever it draws from."""
+            """The indices from the user's sampler: a function of seed and epoch, whatever it draws from."""
             seed_all(CPU, self.seed, "sampler", epoch)
             sampler = SAMPLERS.find(name)(dataset, generator(self.seed, "order", epoch))
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             return [operator.index(index) for index in sampler]
 
-        found: list[int] = call_user_code(sampled, "data.sampler", name)
-        fits = all(0 <= index < len(dataset) for index in found)
-        if not fits or (epoch and len(found) != self.epoch_count):
-            what = f"data.sampler: {name} gave {counted(len(found), 'place')} of {len(dataset):,} in epoch {epoch}"
+        indices: list[int] = call_user_code(sampled, "data.sampler", name)
+        fits = all(0 <= index < len(dataset) for index in indices)
+        if not fits or (epoch and len(indices) != self.epoch_count):
+            what = f"data.sampler: {name} gave {counted(len(indices), 'place')} of {len(dataset):,} in epoch {epoch}"
             raise UsageError(what, "All are below that number, and every epoch has the length of the first.")
-        return found
+        return indices
 
-    def _loaded(self, dataset: Any, asked: Iterable[Any] | None, device: torch.device) -> Generator[Any]:
-        """What `dataset` gives for all that it is asked for, by workers where there are. Closing it ends them.
+    def _loaded(self, dataset: Any, requests: Iterable[Any] | None, device: torch.device) -> Generator[Any]:
+        """What `dataset` yields for each request, loaded by workers if there are any. Closing it ends them.
 
-        asked: None for a stream.  What the user's own data set or collate function raises comes with its traceback.
+        requests: None for a stream.  Errors of the user's own data set or collate function come with their traceback.
         """
         workers = self.settings.workers
-        batches: Any = iter(dataset if asked is None else map(dataset.__getitems__, asked))
+        batches: Any = iter(dataset if requests is None else map(dataset.__getitems__, requests))
         if workers:
             loader = DataLoader(
                 dataset,
-                **({"batch_size": None} if asked is None else {"batch_sampler": asked}),
+                **({"batch_size": None} if requests is None else {"batch_sampler": requests}),
                 collate_fn=unchanged,
                 num_workers=workers,
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
@@ -182,13 +182,13 @@ class Samples:
                 batches._shutdown_workers()  # left to the garbage collector, it takes ten seconds
 
     def validation(self, device: torch.device, epoch: int = 0, on: str = "val") -> Generator[Batch]:
-        """The samples to evaluate on, in order, as they are in an epoch. Closing it ends its workers."""
-        dataset, held = _held_out(self.settings.test) if on == "test" else (self.val, self.held)
+        """The batches to evaluate on, in order, with the randomness of an epoch. Closing it ends its workers."""
+        dataset, indices = _held_out(self.settings.test) if on == "test" else (self.val, self.held_out)
         batch = self.settings.batch
-        places = [[(epoch, i) for i in held[begin : begin + batch]] for begin in range(0, len(held), batch)]
-        asked = [[(part, len(part), len(part))] for part in places]
+        places = [[(epoch, i) for i in indices[begin : begin + batch]] for begin in range(0, len(indices), batch)]
+        requests = [[(chunk, len(chunk), len(chunk))] for chunk in places]
         source = Picked(dataset, self.collate, self.seed, evaluated=True)
-        with closing(self._loaded(source, asked, device)) as loader:
+        with closing(self._loaded(source, requests, device)) as loader:
             for ((data, size, total),), _ in loader:
                 yield Batch(to_device(data, device), size, total)
 
@@ -196,20 +196,20 @@ class Samples:
 class Picked(Dataset[Any]):
     """Steps of a data set, with randomness (augmentation) that follows from epoch and index, whichever worker draws it.
 
-    It is told each new epoch with the first sample of it: from outside, that would not reach a worker.
+    The first sample of a new epoch calls `set_epoch`: a call from outside would not reach a worker.
     """
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, *, evaluated: bool = False) -> None:
         self.dataset, self.collate, self.evaluated = dataset, collate, evaluated
         self.seed, self.epoch = derived(seed, "sample"), -1
 
-    def __getitems__(self, asked: list[Share]) -> tuple[Parts, None]:
+    def __getitems__(self, shares: list[Share]) -> tuple[Parts, None]:
         """The micro-batches of a step, collated; it has no position of its own."""
-        # By a generator, in which a StopIteration of the user's code is an error, and not the end of the data.
-        return [*((self._collated(places), size, total) for places, size, total in asked)], None
+        # In a generator a StopIteration of the user's code is an error, and not the end of the data.
+        return [*((self._collated(places), size, total) for places, size, total in shares)], None
 
     def _collated(self, places: list[tuple[int, int]]) -> Any:
-        """The samples of a part of a step, all of one epoch."""
+        """The collated samples of a micro-batch, all of one epoch."""
         epoch = places[0][0]
         if epoch != self.epoch:
             if self.epoch < 0 and torch.utils.data.get_worker_info() is not None:
@@ -232,7 +232,7 @@ class Picked(Dataset[Any]):
 
 
 class Reader:
-    """Reads a stream, one epoch after the other. `epoch`, `taken`: the samples before the next one.
+    """Reads a stream, one epoch after the other. taken: the samples of this epoch that were read.
 
     A stream with `state_dict` and `load_state_dict` goes on from its state at the last save, others from the beginning
     of the epoch; the samples from there to the position are read again. Randomness follows from epoch and number.
@@ -240,11 +240,11 @@ class Reader:
 
     def __init__(self, dataset: Any, seed: int, position: Position | None = None) -> None:
         self.dataset, self.seed = dataset, derived(seed, "stream")
-        self.keeps = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        self.is_resumable = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
         position = position or {"epoch": 0, "samples": 0}
-        self._begin(position["epoch"], position.get("state") if self.keeps else None)
+        self._begin(position["epoch"], position.get("state") if self.is_resumable else None)
         while self.taken < position["samples"]:
-            if not self.rest(1):
+            if not self.next_samples(1):
                 ends = f"epoch {self.epoch} ends after {counted(self.taken, 'sample')}, not {position['samples']:,}"
                 raise UsageError(f"data: {ends}", "The stream has changed, so the run cannot resume at its place.")
 
@@ -254,49 +254,49 @@ class Reader:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         self.mark()
-        if state is not None:  # before it is read, a stream may not know the state that it was given
+        if state is not None:  # a stream may not report the state that it loaded before it is read
             self.state, self.taken = state, state["samples"]
             self.dataset.load_state_dict(copy.deepcopy(state["of"]))
         self.samples = iter(self.dataset)
 
     def mark(self) -> None:
-        """Takes the stream's state, to go on from there."""
-        of = copy.deepcopy(self.dataset.state_dict()) if self.keeps else None
-        self.state = {"samples": self.taken, "of": of} if self.keeps else None
+        """Records the stream's state, to go on from there."""
+        of = copy.deepcopy(self.dataset.state_dict()) if self.is_resumable else None
+        self.state = {"samples": self.taken, "of": of} if self.is_resumable else None
 
     @property
     def position(self) -> Position:
         """The place of the next sample, as it is saved."""
-        return {"epoch": self.epoch, "samples": self.taken} | ({"state": self.state} if self.keeps else {})
+        return {"epoch": self.epoch, "samples": self.taken} | ({"state": self.state} if self.is_resumable else {})
 
-    def rest(self, count: int) -> list[Any]:
+    def next_samples(self, count: int) -> list[Any]:
         """The next samples of this epoch, at most `count`."""
-        found: list[Any] = []
-        while len(found) < count:
+        samples: list[Any] = []
+        while len(samples) < count:
             seed_all(CPU, self.seed, self.epoch, self.taken)
             if (sample := next(self.samples, _END)) is _END:
                 break
             self.taken += 1
-            found.append(sample)
-        return found
+            samples.append(sample)
+        return samples
 
     def take(self, batch: int, drop_last: bool) -> list[Any]:
         """The samples of a step, of the next epoch where this one is at its end."""
-        while len(found := self.rest(batch)) < batch:
+        while len(samples := self.next_samples(batch)) < batch:
             if self.taken < (batch if drop_last else 1):
                 ends = f"the stream ends after {counted(self.taken, 'sample')}"
                 raise UsageError(f"data: {ends}", f"There is no batch of {batch} in it.")
-            self._begin(self.epoch + 1)  # at once: the state of a stream that has ended may be its first
-            if found and not drop_last:
+            self._begin(self.epoch + 1)  # at once: a stream that has ended may report its initial state
+            if samples and not drop_last:
                 break
-        return found
+        return samples
 
 
 @dataclass(eq=False)
 class Steps(IterableDataset[Any]):
     """The steps of a stream: for each, the micro-batches of this process as (data, size, total), and the position
-    after it. A worker reads all and gives every n-th step. saved: the multiple of steps at which the stream's state is
-    taken.
+    after it. A worker reads all and yields every n-th step. save_every: steps from one record of the stream's state to
+    the next.
     """
 
     reader: partial[Reader]
@@ -304,33 +304,33 @@ class Steps(IterableDataset[Any]):
     collate: Collate
     steps: range
     settings: Data
-    parts: int
-    saved: int
+    micro_steps: int
+    save_every: int
 
     def __iter__(self) -> Iterator[tuple[Parts, Position]]:
         worker = torch.utils.data.get_worker_info()
         number, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         if worker is not None:
             own_numbers(self.reader.args[0])
-        # A stream that divides itself among the workers would give each of them a part of its part.
+        # Hidden from streams that divide themselves among workers: each worker would get a part of its part.
         torch.utils.data._utils.worker._worker_info = None
         reader = self.reader()
         for step in self.steps:
             samples = reader.take(self.settings.batch, self.settings.drop_last)
-            if (step + 1) % self.saved == 0 or step + 1 == self.steps.stop:
+            if (step + 1) % self.save_every == 0 or step + 1 == self.steps.stop:
                 reader.mark()
             if (step - self.steps.start) % count == number:
-                parts = shares(samples, self.parts, self.shard)
-                yield [(self.collate(own), size, total) for own, size, total in parts], reader.position
+                windows = shares(samples, self.micro_steps, self.shard)
+                yield [(self.collate(share), size, total) for share, size, total in windows], reader.position
 
 
-def shares(samples: list[Any], parts: int, shard: Shard) -> list[Share]:
+def shares(samples: list[Any], micro_steps: int, shard: Shard) -> list[Share]:
     """A process's shares of a step's samples, one of each micro-batch that has any.
 
-    A process without a sample takes one with the weight of none: all must take part in every step.
+    A process without samples takes one that does not count: all must take part in every step.
     """
-    windows = [window for micro in range(parts) if (window := samples[micro::parts])]
-    return [(own or window[:1], len(own), len(window)) for window in windows for own in [shard(window)]]
+    windows = [window for micro in range(micro_steps) if (window := samples[micro::micro_steps])]
+    return [(share or window[:1], len(share), len(window)) for window in windows for share in [shard(window)]]
 
 
 def own_numbers(dataset: Any) -> None:
@@ -341,14 +341,14 @@ def own_numbers(dataset: Any) -> None:
 
 
 def unchanged(step: Any) -> Any:
-    """A step as it is: without this, a `DataLoader` makes lists of tuples and tensors of arrays."""
+    """A step as it is: the default of a `DataLoader` turns tuples into lists and arrays into tensors."""
     return step
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Blocks signals, for good in workers that are begun here: one to the whole process group is for the trainer, which
-    still needs its workers."""
+    """Blocks signals, for good in workers that start inside: a signal to the whole process group is for the trainer,
+    which still needs its workers."""
     names = ("TERM", "INT", "USR1", "USR2", "HUP")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[f"SIG{name}"] for name in names])
     try:
@@ -358,7 +358,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """A batch with its tensors on the device, in whatever tuples, lists and dictionaries they are."""
+    """A batch with its tensors on the device, at any depth of tuples, lists and dictionaries."""
     return tree_map_only(torch.Tensor, lambda value: value.to(device, non_blocking=True), data)
 
 
@@ -400,15 +400,15 @@ DATA = Choice(
     {"digits": digits, "blobs": blobs},
     gives=(
         "a Dataset (with a length and items) or an IterableDataset",
-        lambda made: is_stream(made) or (hasattr(made, "__len__") and hasattr(made, "__getitem__")),
+        lambda value: is_stream(value) or (hasattr(value, "__len__") and hasattr(value, "__getitem__")),
     ),
 )
 
 
 def load_data(settings: Data, seed: int) -> Samples:
     """The data that a configuration names. Raises `UsageError` for an unknown name, or arguments it does not take."""
-    made = DATA.make(settings.name, settings.args)
-    samples: Samples = call_user_code(Samples, "data", settings.name, made, settings, seed)
+    dataset = DATA.make(settings.name, settings.args)
+    samples: Samples = call_user_code(Samples, "data", settings.name, dataset, settings, seed)
     if not samples.steps_per_epoch:
         what = f"data.batch is {settings.batch}, but there are {samples.epoch_count} samples to train on"
         raise UsageError(what, "With drop_last there would be no step.")
@@ -416,11 +416,11 @@ def load_data(settings: Data, seed: int) -> Samples:
 
 
 def _held_out(settings: HeldOut | None) -> tuple[Any, list[int]]:
-    """A data set to evaluate on, and the places in it. Raises `UsageError` for a stream."""
+    """A data set to evaluate on, and the indices in it. Raises `UsageError` for a stream."""
     if settings is None:
         raise UsageError("there is no test set", "data.test is not given.", arg(set="data.test.name=file.py:NAME"))
-    made = DATA.make(settings.name, settings.args)
-    if is_stream(made):
+    dataset = DATA.make(settings.name, settings.args)
+    if is_stream(dataset):
         what = f"data: {settings.name} is a stream, and a set to evaluate on has a length and items"
         raise UsageError(what, "", "Give a Dataset, or of a short stream a list: list(stream)")
-    return made, list(range(len(made)))
+    return dataset, list(range(len(dataset)))

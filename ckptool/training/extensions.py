@@ -52,7 +52,7 @@ class Choice:
     yours: str
     built_in: Mapping[str, Any] = field(default_factory=dict)
     classes: Mapping[str, Any] = field(default_factory=dict)
-    gives: tuple[str, Callable[[Any], bool]] = ("", lambda made: True)
+    gives: tuple[str, Callable[[Any], bool]] = ("", lambda value: True)
 
     @property
     def typed(self) -> str:
@@ -91,10 +91,10 @@ class Choice:
 
         Raises `UsageError` for arguments that it does not take.
         """
-        code, accepted = self.find(name), ""
+        code, takes = self.find(name), ""
         try:
             if (signature := signature_of(code)) is not None:
-                accepted = ", ".join([*signature.parameters][len(first) :])
+                takes = ", ".join([*signature.parameters][len(first) :])
                 signature.bind_partial(*first, **args)  # reports a misspelt argument before a missing one
                 signature.bind(*first, **args)
             return call_user_code(code, self.key, name, *first, **args) if names_code(name) else code(*first, **args)
@@ -103,7 +103,7 @@ class Choice:
         except (TypeError, ValueError, ArithmeticError) as error:
             raise UsageError(
                 f"{self.key}: {name} does not take these arguments: {error}",
-                f"It takes: {accepted}." if accepted else self.typed,
+                f"It takes: {takes}." if takes else self.typed,
             ) from error
 
 

@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
     """Trains from where the trainer is to the end of the run, or to where it is stopped; saves on the way and then.
 
-    What fails between two steps (in the data, an evaluation, a hook) is raised when the last whole one is saved. Not
-    within a step, where the state is half of the next; not what could not be written; not with several processes, all
-    of which would have to take part.
+    An error between two steps (in the data, an evaluation, a hook) is raised after the last whole step is saved. Not so
+    an error within a step, where the state is half of the next; or in writing; or with several processes, all of which
+    would have to take part.
     """
     begun_at = trainer.step
     with hooks.watching(trainer, run.folder.folder), closing(run.loop()) as steps:
         try:
             if trainer.config.save.at_start and not run.resumed:
                 run.save()
-            if trainer.pending:  # a run that was stopped in its evaluation does it again
+            if trainer.pending:  # the run was stopped in its evaluation, which is done again
                 _between(trainer, run, hooks, 0.0)
             for _, batches in steps:
                 run.metrics = {}
@@ -54,7 +54,7 @@ def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
             is_whole = 0 < trainer.step == run.step
             if is_whole and not trainer.world.distributed and not isinstance(error, FileProblem):
                 with suppress(Exception):  # the first error is the news
-                    trainer.told |= hooks.facts() if trainer.pending else {}
+                    trainer.facts |= hooks.facts() if trainer.pending else {}
                     run.save_now()
                     if isinstance(error, CkptoolError):
                         saved = f"Step {trainer.step:,} is saved; resume: {command('resume', run.folder.folder)}"
@@ -67,24 +67,24 @@ def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
 
 
 def _between(trainer: Trainer, run: TrainerRun, hooks: Hooks, rate: float) -> None:
-    """Evaluates, logs and saves after a step; only the first where the run is to stop in the evaluation."""
+    """Evaluates, logs and saves after a step; does no more than evaluate if the run is stopped in the evaluation."""
     config = trainer.config
     if is_due(trainer, trainer.eval_every):
-        found = measured(trainer, lambda: run.stopping)
-        if found is None:  # to be done again
-            trainer.told |= hooks.facts() if trainer.world.is_first else {}
+        metrics = measured(trainer, lambda: run.stopping)
+        if metrics is None:  # to be done again
+            trainer.facts |= hooks.facts() if trainer.world.is_first else {}
             return
-        run.metrics = found
-        remember(trainer, found)
+        run.metrics = metrics
+        remember(trainer, metrics)
     trainer.pending = False
     if trainer.world.is_first and (run.metrics or is_due(trainer, config.log.every)):
         place = {"step": trainer.step, "epoch": trainer.epoch}
-        fact: dict[str, Any] = {**place, "loss": trainer.loss, **run.metrics, **trainer.told, **hooks.facts(), **place}
+        fact: dict[str, Any] = {**place, "loss": trainer.loss, **run.metrics, **trainer.facts, **hooks.facts(), **place}
         for name, optimizer in trainer.optimizers.items():
             fact["lr" if len(trainer.optimizers) == 1 else f"lr_{name}"] = float(optimizer.param_groups[0]["lr"])
         run.log(**{name: value for name, value in fact.items() if name not in place})
         hooks.logged(trainer, fact, rate)
-    trainer.told = {}
+    trainer.facts = {}
     if trainer.is_stale:  # the last step is always saved
         run.length["steps"] = trainer.step
     run.save(every=config.save.every, seconds=config.save.seconds)
@@ -96,10 +96,10 @@ def is_due(trainer: Trainer, every: int) -> bool:
 
 
 def remember(trainer: Trainer, metrics: dict[str, float]) -> None:
-    """Takes note of the best so far, and steps the schedules that follow it.
+    """Records the best metric so far, and steps the schedules that follow evaluation.
 
-    An evaluation at the end, between two multiples of `eval.every`, does neither: a run that is made longer has none
-    there, and ends with the same bytes.
+    An evaluation at the end, between two multiples of `eval.every`, does neither: a run that is extended has none
+    there, and has to end with the same bytes.
     """
     settings, stop = trainer.config.eval, trainer.config.stop
     if not metrics and not stop.patience:
@@ -117,19 +117,19 @@ def remember(trainer: Trainer, metrics: dict[str, float]) -> None:
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
             schedule.step(value)
 
-    def improves(known: dict[str, Any] | None, least: float = 0.0) -> bool:
-        if known is None or known["metric"] != settings.metric or known["value"] is None:
+    def improves(previous: dict[str, Any] | None, margin: float = 0.0) -> bool:
+        if previous is None or previous["metric"] != settings.metric or previous["value"] is None:
             return value == value  # NaN is never better
-        better: float = known["value"] - value if settings.mode == "min" else value - known["value"]
-        return better > least
+        gain: float = previous["value"] - value if settings.mode == "min" else value - previous["value"]
+        return gain > margin
 
     if improves(trainer.best):
         trainer.best = {"metric": settings.metric, "value": value, "step": trainer.step}
     if stop.patience:
-        known = trainer.stale if trainer.stale and trainer.stale["metric"] == settings.metric else None
-        known = known or {"metric": settings.metric, "value": None, "count": 0}
-        changed = {"value": value, "count": 0} if improves(known, stop.min_delta) else {"count": known["count"] + 1}
-        trainer.stale = known | changed
+        stale = trainer.stale if trainer.stale and trainer.stale["metric"] == settings.metric else None
+        stale = stale or {"metric": settings.metric, "value": None, "count": 0}
+        update = {"value": value, "count": 0} if improves(stale, stop.min_delta) else {"count": stale["count"] + 1}
+        trainer.stale = stale | update
 
 
 # One step ------------------------------------------------------------------------------------------------------------
@@ -147,13 +147,13 @@ def one_step(trainer: Trainer, batches: Sequence[Batch], hooks: Hooks) -> None:
         trainer.averages[name].update()
     trainer.loss = losses[0]
     trainer.samples += count
-    ended = (trainer.step + 1) % trainer.steps_per_epoch == 0
+    is_epoch_end = (trainer.step + 1) % trainer.steps_per_epoch == 0
     for name, schedule in trainer.schedules.items():
         settings = trainer.config.optim[name].schedule
         if settings is None or settings.follows_evaluation:
             continue
-        # They follow the optimizer: a step that was left out does not count for them.
-        if trainer.config.model_of(name) in trainer.task.stepped if settings.per == "step" else ended:
+        # Schedules follow the optimizer: a step that was skipped does not count for them.
+        if trainer.config.model_of(name) in trainer.task.stepped if settings.per == "step" else is_epoch_end:
             schedule.step()
     trainer.task.stepped.clear()
     trainer.step += 1
@@ -172,15 +172,15 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
         runners = {**trainer.models, phase.model: runners[phase.model]}
     optimizer, kind = update.optimizer, update.kind
     optimizer.zero_grad(set_to_none=True)
-    parts = []
+    losses = []
     for micro, batch in enumerate(batches):
         seed_all(world.device, config.seed, "step", trainer.step, number, micro, world.rank)
         with unsynchronised(runners[phase.model], micro == len(batches) - 1), autocast(config, world.device):
             loss = call_user_code(phase.loss, "task", task, runners, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            found = f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            form = f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise UsageError(
-                f"task: the loss of {task} is {found}, not a tensor of one number",
+                f"task: the loss of {task} is {form}, not a tensor of one number",
                 "Gradients are computed from it.",
                 "Return the mean over the samples of the batch.",
             )
@@ -188,17 +188,17 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
         # Weighted by samples, so that a last, partial window counts as what it is; processes are averaged.
         weight = batch.size * world.size / count
         scaled = loss if weight == 1 else loss * weight
-        if scaled.requires_grad:  # else all that could learn is frozen
+        if scaled.requires_grad:  # else all parameters are frozen
             scaled = scaler.scale(scaled) if scaler is not None else scaled
             call_user_code(torch.autograd.backward, "task", task, scaled)
-        parts.append((loss.detach(), batch.size))
+        losses.append((loss.detach(), batch.size))
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if scaler is not None and gradients:
         scaler.unscale_(optimizer)
     hooks.call("after_backward", trainer, phase.model)
-    mean = parts[0][0]
-    if len(parts) > 1 or world.distributed:
-        mean = world.all_reduce(torch.stack([loss * size for loss, size in parts]).sum()) / count
+    mean = losses[0][0]
+    if len(losses) > 1 or world.distributed:
+        mean = world.all_reduce(torch.stack([loss * size for loss, size in losses]).sum()) / count
     value, finite = _checked(mean, gradients if scaler is None else ())  # overflows of fp16 are the scaler's
     if finite:
         for part, clip in update.clips:
@@ -207,10 +207,10 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
         if scaler is None:
             call_user_code(optimizer.step, "optim", kind)
         elif gradients:
-            before = scaler.get_scale()
+            scale = scaler.get_scale()
             call_user_code(scaler.step, "optim", kind, optimizer)
             scaler.update()
-            stepped = scaler.get_scale() >= before  # else they overflowed: it was left out, and the schedule waits too
+            stepped = scaler.get_scale() >= scale  # else they overflowed: it was left out, and the schedule waits too
         if stepped:
             trainer.task.stepped.add(phase.model)
     elif config.train.on_nonfinite == "stop":
@@ -220,7 +220,7 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
             f"Skip such steps: {arg(set='train.on_nonfinite=skip')}; or clip gradients, or lower the learning rate.",
         )
     elif scaler is not None and gradients:
-        scaler.update()  # which is done with this step's gradients
+        scaler.update()  # ends its record of this step's gradients
     return value
 
 
@@ -229,61 +229,61 @@ def _checked(mean: torch.Tensor, gradients: Sequence[torch.Tensor]) -> tuple[flo
 
     One fused call per device and dtype, as `GradScaler` does; scaling by 1 leaves gradients unchanged.
     """
-    alike: dict[tuple[torch.device, torch.dtype, torch.layout], list[torch.Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype, torch.layout], list[torch.Tensor]] = {}
     for gradient in gradients:
-        alike.setdefault((gradient.device, gradient.dtype, gradient.layout), []).append(gradient)
-    found = []
-    for (device, dtype, layout), each in alike.items():
+        groups.setdefault((gradient.device, gradient.dtype, gradient.layout), []).append(gradient)
+    flags = []
+    for (device, dtype, layout), group in groups.items():
         if layout is not torch.strided:
-            each = [gradient._values() for gradient in each]
+            group = [gradient._values() for gradient in group]
         if dtype.is_complex:
-            each = [torch.view_as_real(gradient) for gradient in each]
-        found.append(torch.zeros((), device=device))
-        torch._amp_foreach_non_finite_check_and_unscale_(each, found[-1], torch.ones((), device=device))
+            group = [torch.view_as_real(gradient) for gradient in group]
+        flags.append(torch.zeros((), device=device))
+        torch._amp_foreach_non_finite_check_and_unscale_(group, flags[-1], torch.ones((), device=device))
     loss = mean.item()
-    return loss, math.isfinite(loss) and not any(infinite.item() for infinite in found)
+    return loss, math.isfinite(loss) and not any(infinite.item() for infinite in flags)
 
 
 # Evaluation ----------------------------------------------------------------------------------------------------------
 
 
 class _Stopped(BaseException):
-    """Ends an evaluation through the user's own code, which may catch every `Exception`."""
+    """Ends an evaluation from inside the user's own code, which may catch every `Exception`."""
 
 
 def measured(
-    trainer: Trainer, stopping: Callable[[], bool] = lambda: False, on: str = "val", most: int | None = None
+    trainer: Trainer, stopping: Callable[[], bool] = lambda: False, on: str = "val", limit: int | None = None
 ) -> dict[str, float] | None:
-    """Metrics over the validation or test samples, the same in all processes; None if they are to stop meanwhile.
+    """Metrics over the validation or test samples, the same in all processes; None if the run was stopped meanwhile.
 
-    stopping: asked before each batch.  on: `val` or `test`.  most: of so many batches; of all, where it is None.
+    stopping: called before each batch.  on: `val` or `test`.  limit: the number of batches; None for all.
     """
     config, world = trainer.config, trainer.world
-    dropped = False
+    stopped = False
 
     def batches(samples: Iterator[Batch]) -> Iterator[Batch]:
-        nonlocal dropped
-        for number, batch in enumerate(islice(samples, most)):
-            # Of processes that compute a model together, at once in all of them.
+        nonlocal stopped
+        for number, batch in enumerate(islice(samples, limit)):
+            # Processes that compute a model together have to stop together.
             if world.any_rank(stopping()) if trainer.is_divided else stopping():
-                dropped = True
+                stopped = True
                 raise _Stopped
             seed_all(world.device, config.seed, "eval", trainer.step, number)
             yield batch
 
-    found: Any = {}
+    metrics: Any = {}
     with closing(trainer.data.validation(world.device, trainer.epoch, on)) as samples:
         seed_all(world.device, config.seed, "eval", trainer.step)
         with _evaluating(trainer), torch.no_grad(), autocast(config, world.device), suppress(_Stopped):
-            found = call_user_code(trainer.task.evaluate, "task", config.task, trainer.models, batches(samples))
-    if world.any_rank(dropped):
+            metrics = call_user_code(trainer.task.evaluate, "task", config.task, trainer.models, batches(samples))
+    if world.any_rank(stopped):
         return None
-    return world.broadcast(numbers(found, "task", f"evaluate of {config.task}"))  # type: ignore[no-any-return]
+    return world.broadcast(numbers(metrics, "task", f"evaluate of {config.task}"))  # type: ignore[no-any-return]
 
 
 @contextmanager
 def _evaluating(trainer: Trainer) -> Iterator[None]:
-    """Puts models into evaluation mode, with their averages as weights by `eval.ema`; afterwards all is as it was."""
+    """Puts models into evaluation mode, with `eval.ema` on the averages of their weights; restores both afterwards."""
     modes = [(module, module.training) for model in trainer.models.values() for module in model.modules()]
     for model in trainer.models.values():
         model.eval()

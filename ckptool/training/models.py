@@ -29,7 +29,7 @@ MODELS = Choice(
     "models",
     "is called with args and gives a torch.nn.Module",
     {"mlp": MLP},
-    gives=("a torch.nn.Module", lambda made: isinstance(made, nn.Module)),
+    gives=("a torch.nn.Module", lambda value: isinstance(value, nn.Module)),
 )
 
 

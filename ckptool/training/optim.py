@@ -30,8 +30,8 @@ OPTIMIZERS = Choice(
     "optim",
     "is called with (parameters, lr=…, **args) and gives a torch.optim.Optimizer",
     # Without LBFGS, which computes the loss several times in a step, by a closure.
-    classes={name: each for name, each in classes_of(torch.optim, torch.optim.Optimizer).items() if name != "lbfgs"},
-    gives=("a torch.optim.Optimizer", lambda made: isinstance(made, torch.optim.Optimizer)),
+    classes={name: kind for name, kind in classes_of(torch.optim, torch.optim.Optimizer).items() if name != "lbfgs"},
+    gives=("a torch.optim.Optimizer", lambda value: isinstance(value, torch.optim.Optimizer)),
 )
 
 
@@ -42,13 +42,13 @@ def shares(model: nn.Module, settings: Mapping[str, Optim], never: Collection[st
     takes, or that two take.
     """
     parameters = dict(model.named_parameters())  # a tied one once, under its first name
-    rest = [name for name, each in settings.items() if not each.match]
+    catch_alls = [name for name, options in settings.items() if not options.match]
     chosen = {
-        name: set(parameters_matching(model, each.match, f"optim.{name}.match"))
-        for name, each in settings.items()
-        if each.match
+        name: set(parameters_matching(model, options.match, f"optim.{name}.match"))
+        for name, options in settings.items()
+        if options.match
     }
-    takers = {p: [name for name, theirs in chosen.items() if p in theirs] or rest for p in parameters}
+    takers = {p: [name for name, theirs in chosen.items() if p in theirs] or catch_alls for p in parameters}
     if twice := [f"{p} ({', '.join(names)})" for p, names in takers.items() if len(names) > 1]:
         fix = "Take it away from one of them: match: [PATTERN, not:PATTERN]"
         raise UsageError(f"optim: parameters that several optimizers take: {listed(twice, 8)}", "", fix)
@@ -59,69 +59,69 @@ def shares(model: nn.Module, settings: Mapping[str, Optim], never: Collection[st
 
 
 def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | None = None) -> torch.optim.Optimizer:
-    """The optimizer, with each of the parameters (all, where none are given) and its name in exactly one group.
+    """The optimizer, with each parameter (by default, of the whole model) and its name in exactly one group.
 
     Raises `UsageError` for an unknown optimizer, an unmatched pattern, an argument or an option that it does not take.
     """
-    kind, own = OPTIMIZERS.find(settings.name), names_code(settings.name)
-    known = [] if own else [name for name in inspect.signature(kind).parameters if name != "params"]
-    left = dict(model.named_parameters()) if parameters is None else dict(parameters)
-    names = {id(parameter): name for name, parameter in left.items()}
+    kind, is_own = OPTIMIZERS.find(settings.name), names_code(settings.name)
+    takes = [] if is_own else [name for name in inspect.signature(kind).parameters if name != "params"]
+    remaining = dict(model.named_parameters()) if parameters is None else dict(parameters)
+    names = {id(parameter): name for name, parameter in remaining.items()}
     groups: list[dict[str, Any]] = []
     for rule in settings.groups:  # the first that matches wins
         options = rule.model_extra or {}
-        if wrong := [name for name in options if known and name not in known]:  # it would keep it, and never look at it
+        if wrong := [name for name in options if takes and name not in takes]:  # torch would store and ignore it
             what = f"optim.groups: {kind.__name__} has no option {wrong[0]!r}"
-            raise UsageError(what, f"It has: {', '.join(known)}.")
+            raise UsageError(what, f"It has: {', '.join(takes)}.")
         matching = parameters_matching(model, rule.match, "optim.groups")
-        chosen = {name: left.pop(name) for name in matching if name in left}
+        chosen = {name: remaining.pop(name) for name in matching if name in remaining}
         if not chosen:
             what = f"optim.groups: {rule.match!r} matches no parameter outside the earlier groups"
             raise UsageError(what, f"Available: {listed(list(names.values()), 8)}.")
         groups.append({"params": list(chosen.values()), **options})
-    if left:
-        groups.append({"params": list(left.values())})
-    # Without names, which not every optimizer of one's own takes; nor groups, where there are none.
-    given = groups if settings.groups or not groups else groups[0]["params"]
-    made: torch.optim.Optimizer = OPTIMIZERS.make(settings.name, {"lr": settings.lr, **settings.args}, given)
-    held = [id(parameter) for group in made.param_groups for parameter in group["params"]]
-    if sorted(held) != sorted(names):
-        left_out = [name for key, name in names.items() if key not in held]
+    if remaining:
+        groups.append({"params": list(remaining.values())})
+    # Without names, which not every optimizer of a user takes, and without groups if the configuration has none.
+    params = groups if settings.groups or not groups else groups[0]["params"]
+    optimizer: torch.optim.Optimizer = OPTIMIZERS.make(settings.name, {"lr": settings.lr, **settings.args}, params)
+    ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if sorted(ids) != sorted(names):
+        left_out = [name for key, name in names.items() if key not in ids]
         why = f"It left out {listed(left_out)}." if left_out else "It has others, too."
         raise UsageError(f"optim: {settings.name} does not step the parameters that it was given", why)
-    for group in made.param_groups:
+    for group in optimizer.param_groups:
         group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
-    if own and callable(train := getattr(made, "train", None)):  # schedule-free ones, whose weights have a mode
+    if is_own and callable(train := getattr(optimizer, "train", None)):  # schedule-free ones, whose weights have a mode
         train()
-    return made
+    return optimizer
 
 
 class Update:
-    """What steps a model: its optimizers as one. Gradients are unscaled, checked and clipped over all of them.
+    """A model's optimizers as one: gradients are unscaled, checked and clipped over all of them.
 
-    optimizer: the only one, or this.  kind: their names, for errors.  clips: whose gradients are cut, and how; those of
-    all together, by `clip`, after their own.
+    optimizer: the only one, or this object.  kind: their names, for errors.  clips: whose gradients are clipped, and
+    how: first those of each optimizer, then by `clip` those of all together.
     """
 
     def __init__(
         self, optimizers: Mapping[str, torch.optim.Optimizer], settings: Mapping[str, Optim], clip: Clip | None
     ) -> None:
-        self.each = list(optimizers.values())
-        self.optimizer: Any = self.each[0] if len(self.each) == 1 else self
+        self.optimizers = list(optimizers.values())
+        self.optimizer: Any = self.optimizers[0] if len(self.optimizers) == 1 else self
         self.kind = ", ".join(settings[name].name for name in optimizers)
-        own = [(optimizer, settings[name].clip) for name, optimizer in optimizers.items()]
-        self.clips = [(part, found) for part, found in (*own, (self.optimizer, clip)) if found is not None]
+        individual = [(optimizer, settings[name].clip) for name, optimizer in optimizers.items()]
+        self.clips = [(part, rule) for part, rule in (*individual, (self.optimizer, clip)) if rule is not None]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.each for group in optimizer.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for optimizer in self.each:
+        for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
     def step(self) -> None:
-        for optimizer in self.each:
+        for optimizer in self.optimizers:
             optimizer.step()
 
 
@@ -129,7 +129,7 @@ class Update:
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer | Update, clip: Clip) -> None:
-    """Cuts the gradients of all that an optimizer steps, to a norm or to a value, in place."""
+    """Clips the gradients of an optimizer's parameters, to a norm or to a value, in place."""
     chosen = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if clip.norm is not None:
         nn.utils.clip_grad_norm_(chosen, clip.norm)
@@ -146,18 +146,18 @@ class Freezing:
 
     def __init__(self, model: nn.Module, rules: Iterable[str | FreezeUntil]) -> None:
         parameters = dict(model.named_parameters())  # a tied one once, under its first name
-        each = list(rules)
-        for_ever = [rule for rule in each if isinstance(rule, str)]
+        entries = list(rules)
+        for_ever = [rule for rule in entries if isinstance(rule, str)]
         until: dict[str, float] = dict.fromkeys(parameters_matching(model, for_ever, "freeze"), math.inf)
-        for rule in each:
+        for rule in entries:
             if not isinstance(rule, str):
-                found = parameters_matching(model, rule.match, "freeze")
-                until.update({name: max(rule.until, until.get(name, 0)) for name in found})
+                names = parameters_matching(model, rule.match, "freeze")
+                until.update({name: max(rule.until, until.get(name, 0)) for name in names})
         self._rules = [(parameters[name], parameters[name].requires_grad, end) for name, end in until.items()]
         self.never = {name for name, p in parameters.items() if not p.requires_grad or until.get(name) == math.inf}
 
     def apply(self, step: int) -> bool:
-        """Sets `requires_grad` for a step, which is not before an earlier one; True where that changed something."""
+        """Sets `requires_grad` for a step; steps may only increase. True if that changed something."""
         changed = False
         for parameter, learned, end in self._rules:
             learns = learned and step >= end
@@ -173,8 +173,8 @@ class Freezing:
 
 def warmup_cosine(step: int, warmup: int, total: int, floor: float = 0.0) -> float:
     """Up in a line over `warmup` steps, then half a cosine down to `floor` at `total`."""
-    done = math.pi * min(1.0, (step - warmup) / max(1, total - warmup))
-    return (step + 1) / warmup if step < warmup else floor + (1 - floor) * 0.5 * (1 + math.cos(done))
+    angle = math.pi * min(1.0, (step - warmup) / max(1, total - warmup))
+    return (step + 1) / warmup if step < warmup else floor + (1 - floor) * 0.5 * (1 + math.cos(angle))
 
 
 def inverse_sqrt(step: int, warmup: int) -> float:
@@ -195,30 +195,30 @@ SCHEDULES = Choice(
     {"warmup_cosine": warmup_cosine, "inverse_sqrt": inverse_sqrt, "warmup_linear": warmup_linear},
     # Without those whose arguments, functions and other schedules, no configuration can hold.
     {
-        name: each
-        for name, each in classes_of(lr_scheduler, LRScheduler).items()
+        name: kind
+        for name, kind in classes_of(lr_scheduler, LRScheduler).items()
         if name not in ("lambdalr", "multiplicativelr", "sequentiallr", "chainedscheduler")
     },
-    gives=("a torch.optim.lr_scheduler.LRScheduler", lambda made: isinstance(made, LRScheduler)),
+    gives=("a torch.optim.lr_scheduler.LRScheduler", lambda value: isinstance(value, LRScheduler)),
 )
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> LRScheduler:
     """The schedule at its beginning, without state. Raises `UsageError` for an unknown name or argument."""
     name, args = settings.name, settings.args
-    found = SCHEDULES.find(name)
-    if inspect.isroutine(found) and "optimizer" not in getattr(signature_of(found), "parameters", ()):
-        numbers({"step 0": SCHEDULES.call(name, args, 0)}, "schedule", name)  # which say what is wrong with it
+    function = SCHEDULES.find(name)
+    if inspect.isroutine(function) and "optimizer" not in getattr(signature_of(function), "parameters", ()):
+        numbers({"step 0": SCHEDULES.call(name, args, 0)}, "schedule", name)  # calls it once, to report its errors
         return lr_scheduler.LambdaLR(
-            optimizer, lambda step: float(call_user_code(found, "schedule", name, step, **args))
+            optimizer, lambda step: float(call_user_code(function, "schedule", name, step, **args))
         )
-    made: LRScheduler = SCHEDULES.make(name, args, optimizer)
-    if names_code(name) and isinstance(made, lr_scheduler.ReduceLROnPlateau):
+    schedule: LRScheduler = SCHEDULES.make(name, args, optimizer)
+    if names_code(name) and isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
         raise UsageError(f"schedule: {name} returned ReduceLROnPlateau", "Name torch's own, which follows evaluation.")
-    return made
+    return schedule
 
 
-# Schedules that end: the argument that says where, the rate from there on, and an argument that keeps it above 0.
+# Schedules that end: the argument with the last step, the rate from there on, and an argument that keeps it above 0.
 _ENDS = {
     "warmup_cosine": ("total", "0", "floor"),
     "warmup_linear": ("total", "0", "floor"),
@@ -245,20 +245,20 @@ def ends_early(schedule: LRScheduler, settings: Schedule, length: int, key: str)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], where: str, names: list[list[str]]) -> None:
-    """Gives an optimizer its state back, matched by parameter name, whatever the order of modules.
+    """Restores an optimizer's state, matched by parameter name, whatever the order of modules.
 
     `Optimizer.load_state_dict` takes swapped groups and wrong shapes in silence; here they are a `Conflict`.
     names: of its parameters, group by group.
     """
-    given = [list(group.get("param_names", ())) for group in saved.get("param_groups", ())]
-    if list(map(sorted, names)) != list(map(sorted, given)):
+    saved_groups = [list(group.get("param_names", ())) for group in saved.get("param_groups", ())]
+    if list(map(sorted, names)) != list(map(sorted, saved_groups)):
         raise Conflict(
-            f"{where}: the optimizer has the groups {_shown(names)}, the checkpoint {_shown(given)}",
+            f"{where}: the optimizer has the groups {_shown(names)}, the checkpoint {_shown(saved_groups)}",
             "The state of one parameter would be given to another.",
             "Give the optimizer these groups before its state is loaded",
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    places, saved_names = {name: place for place, name in enumerate(chain(*names))}, list(chain(*given))
+    places, saved_names = {name: place for place, name in enumerate(chain(*names))}, list(chain(*saved_groups))
     state = {}
     for index, slots in saved.get("state", {}).items():
         name = saved_names[index]
@@ -274,11 +274,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], wher
                         f"{where}: {slot} of {name} has the shape {shape}, the parameter {list(parameter.shape)}",
                         "It is the state of another model.",
                     )
-        # Copies, which else would stay parts of the file that they were loaded from.
+        # Copies: without them, tensors would stay mapped to the file that they were loaded from.
         state[places[name]] = {s: v.clone() if isinstance(v, torch.Tensor) else v for s, v in slots.items()}
     groups = [
-        {**{key: value for key, value in group.items() if key != "param_names"}, "params": [places[one] for one in own]}
-        for group, own in zip(saved["param_groups"], names, strict=True)
+        {**{key: value for key, value in group.items() if key != "param_names"}, "params": [places[p] for p in members]}
+        for group, members in zip(saved["param_groups"], names, strict=True)
     ]
     optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
     for index, slots in state.items():  # loading gives them the parameter's dtype, which need not be theirs
@@ -311,7 +311,7 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the weights after a step into account."""
+        """Updates the average with the weights after a step."""
         torch._foreach_lerp_(list(map(local, self._means)), list(map(local, self._live)), 1 - self.decay)
         if self._copied:
             buffers = dict(self.model.named_buffers())
@@ -321,7 +321,7 @@ class Average:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Puts the average in the place of the weights, and both back afterwards; nothing is copied."""
+        """Swaps the average into the place of the weights, and both back afterwards; nothing is copied."""
         live = self.model.state_dict(keep_vars=True)
         pairs = {id(live[name]): (live[name], value) for name, value in self.values.items()}.values()
         try:
@@ -335,7 +335,7 @@ class Average:
         return dict(self.values)
 
     def load_state_dict(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Takes a saved average back. Raises `Conflict` where names or shapes differ."""
+        """Loads a saved average. Raises `Conflict` if names or shapes differ."""
         if {n: tuple(v.shape) for n, v in values.items()} != {n: tuple(v.shape) for n, v in self.values.items()}:
             raise Conflict("the saved average belongs to another model", "Its names or shapes differ.")
         for name, mean in self.values.items():

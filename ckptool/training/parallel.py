@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The processes of a run, and this one's place among them. group: by which they talk; None for the usual one."""
+    """The processes of a run, and this one's rank. group: their process group; None for torch's default group."""
 
     rank: int = 0
     size: int = 1
@@ -67,7 +67,7 @@ class World:
         return value
 
     def any_rank(self, flag: bool) -> bool:
-        """True if the flag is set in any process: all of them decide alike."""
+        """True if the flag is set in any process, so that all of them decide alike."""
         if not self.distributed:
             return flag
         return bool(self.all_reduce(torch.tensor(float(flag), device=self.device)).item())
@@ -76,32 +76,32 @@ class World:
         """The values of all processes, in the order of their ranks, in each of them."""
         if not self.distributed:
             return [value]
-        found: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(values, value, group=self.group)
+        return values
 
     def broadcast(self, value: Any) -> Any:
         """The value of the first process, in all of them."""
         return self.gather(value)[0]
 
     def each(self, work: Callable[[], Any]) -> list[Any]:
-        """What `work` gives in every process, for all of them; what it raises in one is raised in all."""
-        failed: Exception | None = None
-        found: Any = None
+        """The results of `work` in all processes, in each of them; what it raises in one is raised in all."""
+        failure: Exception | None = None
+        result: Any = None
         try:
-            found = work()
+            result = work()
         except Exception as error:
             if not self.distributed:
                 raise
-            failed = error
-        words = failed and f"{type(failed).__name__}: {failed}".partition("\n")[0]
-        each = self.gather((found, words))
-        if wrong := [f"process {rank} failed: {words}" for rank, (_, words) in enumerate(each) if words]:
-            raise failed or RunFailed(wrong[0], "Its own message says why.")
-        return [found for found, _ in each]
+            failure = error
+        words = failure and f"{type(failure).__name__}: {failure}".partition("\n")[0]
+        outcomes = self.gather((result, words))
+        if failures := [f"process {rank} failed: {words}" for rank, (_, words) in enumerate(outcomes) if words]:
+            raise failure or RunFailed(failures[0], "Its own message says why.")
+        return [result for result, _ in outcomes]
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """What `work` gives in the first process, for all of them; what it raises there is raised in all."""
+        """The result of `work` in the first process, in all of them; what it raises there is raised in all."""
         return self.each(lambda: work() if self.is_first else None)[0]
 
     def with_own_group(self) -> World:
@@ -129,10 +129,9 @@ def device_of(name: str, key: str = "device") -> torch.device:
 
 @contextmanager
 def world_of(config: Config) -> Iterator[World]:
-    """The world of a run: joined on the way in, left on the way out; without torchrun it is one process.
+    """The world of a run: joined on entry, left on exit; without torchrun it is one process.
 
-    Raises `UsageError` where torchrun started several processes for a strategy of one, `RunFailed` where they do not
-    meet.
+    Raises `UsageError` if torchrun started several processes for a strategy of one, `RunFailed` if they cannot connect.
     """
     size = _number("WORLD_SIZE")
     if config.strategy not in TOGETHER:
@@ -167,12 +166,12 @@ def world_of(config: Config) -> Iterator[World]:
     try:
         yield World(library.get_rank(), library.get_world_size(), device, True)
     finally:
-        gc.collect()  # what DDP holds, and a cycle keeps, needs the group when it is freed
+        gc.collect()  # objects of DDP in reference cycles need the group when they are freed
         library.destroy_process_group()
 
 
 def _number(name: str) -> int:
-    """A number that torchrun sets for each process that it starts, or that of the only one."""
+    """A number that torchrun sets in the environment of each process; without torchrun that of a single process."""
     text = os.environ.get(name, "1" if name == "WORLD_SIZE" else "0")
     if not text.isdecimal():
         raise UsageError(f"{name} is {text!r} in the environment, not a number", "torchrun sets it.", f"unset {name}")
@@ -180,7 +179,7 @@ def _number(name: str) -> int:
 
 
 def placed(model: nn.Module, config: Config, world: World) -> nn.Module:
-    """The model on its device, or its parts on theirs: of modules (split), or of tensors among processes (fsdp)."""
+    """The model on its device, or divided: its modules among devices (split), its tensors among processes (fsdp)."""
     if config.strategy == "fsdp":
         return divide(model, config.fsdp.match if config.fsdp else None, world)
     if config.split is None:
@@ -190,22 +189,22 @@ def placed(model: nn.Module, config: Config, world: World) -> nn.Module:
 
 
 def wrapped(model: nn.Module, config: Config, world: World) -> nn.Module:
-    """The model as the strategy runs it. Parameters that are frozen now are not among those that processes exchange."""
-    made: Any = model
+    """The model as the strategy runs it. Gradients of parameters that are frozen now are not exchanged."""
+    runner: Any = model
     if how := config.train.compile:
-        made = torch.compile(model, backend="inductor" if how is True else how)
+        runner = torch.compile(model, backend="inductor" if how is True else how)
     learns = any(parameter.requires_grad for parameter in model.parameters())
     if config.strategy == "dp" and world.device.type == "cuda":
         first = world.device.index or 0
-        return nn.DataParallel(made, [first, *(i for i in range(torch.cuda.device_count()) if i != first)])
+        return nn.DataParallel(runner, [first, *(i for i in range(torch.cuda.device_count()) if i != first)])
     if config.strategy == "ddp" and learns:
         ids = [world.device.index] if world.device.type == "cuda" else None
         # Without find_unused_parameters, gradients move to other buckets after the first step; a resumed run then
         # adds them in another order, and from three processes on the last bits differ.
-        return nn.parallel.DistributedDataParallel(made, device_ids=ids, find_unused_parameters=True)
+        return nn.parallel.DistributedDataParallel(runner, device_ids=ids, find_unused_parameters=True)
     if config.split is not None:
-        return Pipeline(made, config.split.microbatches)
-    return made  # type: ignore[no-any-return]
+        return Pipeline(runner, config.split.microbatches)
+    return runner  # type: ignore[no-any-return]
 
 
 def unsynchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -220,8 +219,8 @@ def unsynchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
 def divide(model: nn.Module, match: Patterns | None, world: World) -> nn.Module:
     """Divides the parameters of a model among all processes, by FSDP2: those of each chosen module, then the rest.
 
-    match: patterns of modules (default: its children, those of a list one by one). Of modules that share weights with
-    others, and of what is in no chosen one, the model itself takes care.
+    match: patterns of modules (default: its children, those of a list one by one). Parameters of modules that share
+    weights with others, and of modules that are not chosen, are divided with the model itself.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -248,14 +247,14 @@ def divide(model: nn.Module, match: Patterns | None, world: World) -> nn.Module:
 
 def _children(model: nn.Module, prefix: str = "") -> Iterator[str]:
     for name, child in model.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # without a forward of its own
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # has no forward of its own
             yield from _children(child, f"{prefix}{name}.")
         else:
             yield prefix + name
 
 
 def place(model: nn.Module, settings: Split, home: torch.device) -> None:
-    """Puts each part of a model on its device, and moves tensors between them; the output comes back to `home`.
+    """Puts each part of a model on its device, and moves tensors between them; the output returns to `home`.
 
     Modules stay where they are in the model, so names and state dict do not change. Parts follow the order in which
     modules are defined; an outer module belongs to the part where it begins, and a module with weights tied to an
@@ -280,18 +279,18 @@ def place(model: nn.Module, settings: Split, home: torch.device) -> None:
     for module in modules.values():
         inside = {part_of[id(part)] for part in module.modules()}
         if len(inside) == 1:
-            own = next(module.parameters(), None)
-            device = devices[inside.pop()] if own is None else own.device
+            weight = next(module.parameters(), None)
+            device = devices[inside.pop()] if weight is None else weight.device
             move = lambda module, args, kwargs, device=device: to_device((args, kwargs), device)  # noqa: E731
             module.register_forward_pre_hook(move, with_kwargs=True)
     model.register_forward_hook(lambda module, inputs, output: to_device(output, home))
 
 
 class Pipeline(nn.Module):
-    """Runs a model on the parts of a batch one after the other, and puts their outputs together.
+    """Runs a model on the micro-batches of a batch one after the other, and concatenates their outputs.
 
     On GPUs the parts of the model work at the same time: a micro-batch is in the second while the next is in the first.
-    With several, BatchNorm sees each of them by itself, and dropout draws for each.
+    With several, BatchNorm sees each micro-batch by itself, and dropout draws for each.
     """
 
     def __init__(self, model: nn.Module, microbatches: int) -> None:
@@ -299,15 +298,15 @@ class Pipeline(nn.Module):
         self.module, self.microbatches = model, microbatches
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given, form = tree_flatten((args, kwargs))
-        size = next((len(value) for value in given if _has_rows(value)), 1)
+        leaves, spec = tree_flatten((args, kwargs))
+        size = next((len(value) for value in leaves if _has_rows(value)), 1)
         if min(self.microbatches, size) == 1:
             return self.module(*args, **kwargs)
         bounds = sorted({size * number // self.microbatches for number in range(self.microbatches + 1)})
         outputs = []
         for begin, end in pairwise(bounds):
-            rows = [value[begin:end] if _has_rows(value) and len(value) == size else value for value in given]
-            part, named = tree_unflatten(rows, form)
+            rows = [value[begin:end] if _has_rows(value) and len(value) == size else value for value in leaves]
+            part, named = tree_unflatten(rows, spec)
             outputs.append(self.module(*part, **named))
         return tree_map(lambda *rows: torch.cat(rows), *outputs)
 
@@ -320,8 +319,8 @@ def _has_rows(value: Any) -> bool:
 
 
 def is_divided(value: Any) -> bool:
-    """True for a tensor of which each process has a part."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and none of them is there before it
+    """True for a tensor of which each process has a part (a DTensor)."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and there are none before the import
     return tensors is not None and isinstance(value, tensors.DTensor)
 
 
@@ -330,9 +329,9 @@ def has_divided(tree: Any) -> bool:
     return _holds(tree, is_divided)
 
 
-def _holds(node: Any, wanted: Callable[[Any], bool]) -> bool:
+def _holds(node: Any, is_match: Callable[[Any], bool]) -> bool:
     parts = node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ()
-    return wanted(node) or any(_holds(part, wanted) for part in parts)
+    return is_match(node) or any(_holds(part, is_match) for part in parts)
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
@@ -348,7 +347,7 @@ def with_local(value: torch.Tensor, part: torch.Tensor) -> Any:
 
 
 def divided_like(value: Any, like: Any) -> Any:
-    """A tensor of a checkpoint as the live one is: its part in this process, where that is divided."""
+    """A tensor of a checkpoint in the form of the live one `like`: its part in this process, if that is divided."""
     if not isinstance(value, (TensorEntry, torch.Tensor)) or is_divided(value):
         return value
     if not is_divided(like) or tuple(value.shape) != tuple(like.shape):
@@ -366,33 +365,33 @@ def divided_like(value: Any, like: Any) -> Any:
 
 
 def state_like(state: Mapping[str, Any], live: Mapping[str, Any]) -> Any:
-    """A state dict of a checkpoint, its tensors divided as those of the live one, which gives its versions, too."""
+    """A state dict of a checkpoint with its tensors divided as the live one's, and the live one's version metadata."""
     if not has_divided(dict(live)) and not any(isinstance(value, TensorEntry) for value in state.values()):
         return state
-    made: Any = OrderedDict((name, divided_like(value, live.get(name))) for name, value in state.items())
-    made._metadata = getattr(live, "_metadata", None)
-    return made
+    divided: Any = OrderedDict((name, divided_like(value, live.get(name))) for name, value in state.items())
+    divided._metadata = getattr(live, "_metadata", None)
+    return divided
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
 def write_divided(tree: Mapping[str, Any], folder: str, group: Any) -> None:
-    """Writes a tree into a folder, synced; every process of a group its own parts. Raises in all what one meets."""
+    """Writes a tree into a folder, synced; every process of a group its own parts. Raises one's error in all."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     class Planner(DefaultSavePlanner):
-        """Names the values of a tree as torch does, but what has no tensor in it is one object, even an empty one."""
+        """Names the values of a tree as torch does, but a subtree without tensors, even an empty one, is one object."""
 
         def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-            found = list(_values(state_dict))
-            self.mappings = {".".join(map(str, path)): path for path, _ in found}
-            if len(self.mappings) < len(found):
+            leaves = list(_values(state_dict))
+            self.mappings = {".".join(map(str, path)): path for path, _ in leaves}
+            if len(self.mappings) < len(leaves):
                 raise RunFailed("two values would have one name", "torch.distributed.checkpoint joins keys by dots.")
-            self.state_dict = dict(zip(self.mappings, (value for _, value in found), strict=True))
+            self.state_dict = dict(zip(self.mappings, (value for _, value in leaves), strict=True))
             self.is_coordinator = is_coordinator
 
     try:
@@ -419,7 +418,7 @@ def _values(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple
 
 
 def read_divided(path: str, parts: Callable[[str], bool]) -> dict[str, Any]:
-    """The tree of a folder. parts: tells the keys whose tensors stay entries, of which `divided_like` reads parts."""
+    """The tree of a folder. parts: True for keys whose tensors stay entries, of which `divided_like` reads parts."""
     tree = formats.read(path).tree
     return {key: _live(value) if parts(key) else build(Checkpoint(value, "")) for key, value in tree.items()}
 

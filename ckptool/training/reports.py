@@ -88,9 +88,9 @@ def line_of(fact: Mapping[str, Any], rate: float, *, drawn: bool = False) -> str
     begin = f"{bar(step, steps, 16):16} step {step:,}" if steps else f"step {step:,}"
     if not rate:
         return f"{begin}  {numbers}"
-    left = timedelta(seconds=round(max(0, steps - step) / rate))
+    remaining = timedelta(seconds=round(max(0, steps - step) / rate))
     speed = f"{rate:.1f} steps/s" if rate >= 1 else f"{1 / rate:.1f} s/step"
-    return f"{begin}  {speed}{f', {left} left' if left else ''}  {numbers}"
+    return f"{begin}  {speed}{f', {remaining} left' if remaining else ''}  {numbers}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -143,16 +143,16 @@ class Rehearsal(Report):
     def told(self) -> Told:
         models = (f"{name} {counted(count, 'parameter', shown=short)}" for name, count in self.parameters.items())
         samples, steps = counted(self.train_samples, "sample"), counted(self.steps, "step")
-        kept = size(self.activations)
+        activations = size(self.activations)
         if self.without:
             saved = 1 - self.activations / self.without
-            kept += f", {size(self.without)} without activation checkpointing ({saved:.0%} saved)"
+            activations += f", {size(self.without)} without activation checkpointing ({saved:.0%} saved)"
         yield green("it runs"), ": one step, saved, loaded again, the same to the last bit; nothing was left behind"
         yield f"  models        {', '.join(models)}, on {self.device}"
         yield f"  data          {samples} to train on, {self.val_samples:,} held out; {steps}"
         yield f"  step          {self.step_seconds:.3f} s (the first, with all set-up), loss {self.loss:.5g}"
         yield f"  checkpoint    {size(self.checkpoint_bytes)} in {self.save_seconds:.3f} s"
-        yield f"  activations   {kept}"
+        yield f"  activations   {activations}"
 
 
 # The folder of a run --------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class RunReport(Report):
 
     @property
     def damaged(self) -> int:
-        return sum(1 for one in self.checkpoints if one.state != GOOD)
+        return sum(1 for checkpoint in self.checkpoints if checkpoint.state != GOOD)
 
     def exit(self) -> int:
         """1 where one is damaged."""
@@ -225,9 +225,9 @@ class RunReport(Report):
     def told(self, *, quiet: bool = False) -> Told:
         """The state of a run, where it resumes, and one line for each checkpoint. quiet: only the paths of these."""
         if quiet:
-            yield from (one.path for one in self.checkpoints)
+            yield from (checkpoint.path for checkpoint in self.checkpoints)
             return
-        total = size(sum(one.bytes for one in self.checkpoints))
+        total = size(sum(checkpoint.bytes for checkpoint in self.checkpoints))
         yield (
             bold(self.path),
             f": a run, {counted(len(self.checkpoints), 'checkpoint')}, {total}",
@@ -237,20 +237,20 @@ class RunReport(Report):
         when = f" at step {self.step:,}" if self.step is not None else ""
         yield f"  {_EVENTS.get(self.event, self.event)}{when}{self._way_on() if self.checkpoints else ''}"
         yield ""
-        names = dict.fromkeys([self.metric, *(name for one in self.checkpoints for name in one.metrics)])
+        names = dict.fromkeys([self.metric, *(name for checkpoint in self.checkpoints for name in checkpoint.metrics)])
         metrics = [*names][:MEASURES]
         heads = ("step", "epoch", "loss", *metrics, "size", "kept")
         rows = []
-        for one in self.checkpoints:
+        for checkpoint in self.checkpoints:
             cells = (
-                f"{one.step:,}",
-                "" if one.epoch is None else f"{one.epoch:,}",
-                "" if one.loss is None else f"{one.loss:.5g}",
-                *(f"{one.metrics[name]:.5g}" if name in one.metrics else "" for name in metrics),
-                size(one.bytes),
-                one.problem or ", ".join(one.kept) or "not: prune would delete it",
+                f"{checkpoint.step:,}",
+                "" if checkpoint.epoch is None else f"{checkpoint.epoch:,}",
+                "" if checkpoint.loss is None else f"{checkpoint.loss:.5g}",
+                *(f"{checkpoint.metrics[name]:.5g}" if name in checkpoint.metrics else "" for name in metrics),
+                size(checkpoint.bytes),
+                checkpoint.problem or ", ".join(checkpoint.kept) or "not: prune would delete it",
             )
-            rows.append(tuple(map(red, cells)) if one.problem else cells)
+            rows.append(tuple(map(red, cells)) if checkpoint.problem else cells)
         yield Table(rows, heads=heads, right=range(4 + len(metrics)))
 
     def _way_on(self) -> str:
@@ -341,13 +341,13 @@ class Proof(Report):
         length = counted(self.steps, "optimizer step") if self.steps else f"{self.seconds:.1f} s"
         facts = [("unbroken", f"{length}, {counted(len(self.compared), 'checkpoint')} at the end")]
         if not self.unstable:
-            at = Counter(kill.place for kill in self.kills)
-            kinds = ", ".join(f"{kind} {at[kind]} of {count:,}" for kind, count in self.events.items())
+            kills_at = Counter(kill.place for kill in self.kills)
+            kinds = ", ".join(f"{kind} {kills_at[kind]} of {count:,}" for kind, count in self.events.items())
             kills = [*map(str, self.kills)] or ["never: it ended before a kill came"]
             facts += [("watched", _WAYS[self.watched]), *(("killed", kill) for kill in kills)]
             facts.append(("kinds of events", kinds or "none was seen"))
         facts += [("note", remark) for remark in self.remarks]
-        facts += [("found", each) for each in self.findings]
+        facts += [("found", text) for text in self.findings]
         facts += [("differs", self.differs)] if self.differs else []
         facts += [("confirmed" if cause in self.confirmed else "likely", cause) for cause in self.causes]
         yield from (f"{name:<20}{fact}" for name, fact in facts)
@@ -357,7 +357,7 @@ class Proof(Report):
             yield "  Other moments, other machines and power failures were not tried."
         elif self.unstable:
             yield yellow("not tried: two unbroken runs end differently, so nothing can be compared with them.")
-            yield from (f"  {each}" for each in self.unstable)
+            yield from (f"  {text}" for text in self.unstable)
             yield f"  Such differences usually come from {_USUAL}."
         elif self.exit() == 1:
             yield red("disproved: killed and started again, it does not end as a run that was never killed.")
@@ -425,8 +425,8 @@ class RunHistory(Report):
         meanings = self._events() | {"!": ("NaN or infinite", odd)}
         rows = []
         for letter, (word, steps) in meanings.items():
-            more = f" and {len(steps) - 1:,} more, up to {steps[-1]:,}" if len(steps) > 1 else ""
-            rows += [(letter, f"{word} at {steps[0]:,}{more}")] if steps else []
+            others = f" and {len(steps) - 1:,} more, up to {steps[-1]:,}" if len(steps) > 1 else ""
+            rows += [(letter, f"{word} at {steps[0]:,}{others}")] if steps else []
         yield Table(rows)
         if self.left_out:
             yield f"  not drawn: {counted(self.left_out, 'more curve')}"
@@ -491,8 +491,8 @@ def history_of(folder: str, only: Sequence[str] = ()) -> RunHistory:
         add(fact, fact.get("step"))
     logged = {*names}
     for fact in events:  # metrics of your own loop are recorded with its checkpoints
-        if fact["event"] == "save" and isinstance(found := fact.get("metrics"), dict):
-            add({name: value for name, value in found.items() if name not in logged}, fact["step"])
+        if fact["event"] == "save" and isinstance(metrics := fact.get("metrics"), dict):
+            add({name: value for name, value in metrics.items() if name not in logged}, fact["step"])
     for pattern, matches in patterns.items():
         if pattern not in names and not any(map(matches, names)):
             why = f"It logged {listed(list(names), 20)}." if names else "It has logged nothing."

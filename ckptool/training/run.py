@@ -37,9 +37,9 @@ _OPEN: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
 
 
 class Point(NamedTuple):
-    """What a commit at the end of a step saves and fetching the next batch would change.
+    """The part of a saved state that fetching the next batch would change.
 
-    place: of the data, the same in all processes.  rank: what each has for itself.  states: of objects by name.
+    place: in the data, the same in all processes.  rank: the state of this process.  states: of objects by name.
     """
 
     place: dict[str, Any]
@@ -99,22 +99,22 @@ class Run:
         self._offered: tuple[int, dict[str, Any]] = (-1, {})  # the metrics of a save that was not due, and its step
         self._metrics: dict[str, float] = {}  # of the step that was saved last
         self._counted: int | None = None  # the step of the newest save that was not made only to stop
-        self._loop = ""  # what runs: `run.epochs`, or another
+        self._loop = ""  # the loop that runs: `run.epochs`, or another
         self._has_batches = False  # in this epoch of `run.epochs`
         self._caught = ExitStack()  # signals, in a loop
-        self._waits: tuple[int, int] | None = None  # a save: since which step, and after how many of all optimizers
-        self._unreached: Point | None = None  # of a commit that is going on, or failed
+        self._waits: tuple[int, int] | None = None  # a save, since this step and this count of `_window.steps`
+        self._unreached: Point | None = None  # of a commit in progress, or one that failed
         self._failed: BaseException | None = None  # a commit at `break`: Python drops what a generator raises there
-        self._ended: dict[str, int] | None = None  # by `break`: the epochs or steps that were asked for then
+        self._ended: dict[str, int] | None = None  # by `break`: the length that the loop had then
         self._initial_random = rng.global_states()
-        self._drawn: set[str] = set()  # the global generators that anything was ever drawn from
+        self._drawn: set[str] = set()  # the global generators that were ever drawn from
         self._random: rng.State | None = None  # with which the next loop begins
         self._resumed: _Resumed | None = None  # until the loop begins
         self._goes_on = True  # False in a resumed process until it is where the checkpoint was saved
         self._looks = Looks(self.objects)
         self._notes_given: set[str] = set()
         self._iterator: Callable[[], Any] = lambda: None  # of the loop, as the script has it
-        self._ended_at: tuple[Any, ...] = ()  # the place in the script of the last loop that came to its end
+        self._ended_at: tuple[Any, ...] = ()  # the place in the script of the last loop that ran to its end
         self._options = self.objects.options()
         self._window = Window(self.objects)
         if not isinstance(folder, RunFolder):  # which the harness opens by its configuration
@@ -133,8 +133,8 @@ class Run:
                 resume="run the script again: it resumes by itself",
             )
             if newest is not None:
-                there = self.world.first(lambda: [s.step for s in self.folder.all() if not s.is_stop])
-                self._counted = max((step for step in there if step <= newest.step), default=None)
+                steps = self.world.first(lambda: [s.step for s in self.folder.all() if not s.is_stop])
+                self._counted = max((step for step in steps if step <= newest.step), default=None)
                 self._restore(newest)
             self.objects.refuse_unowned_parameters()
             ddp = [each for each in objects.values() if isinstance(each, nn.parallel.DistributedDataParallel)]
@@ -149,13 +149,13 @@ class Run:
             self.folder.close()
             raise
         _OPEN[self.folder.folder] = self
-        # A run that is dropped holds no lock.
+        # A run that is garbage-collected releases its lock.
         weakref.finalize(self, self._saver.finish, self.say)
 
     # Opening -----------------------------------------------------------------------------------------------------
 
     def _note_begin(self, **facts: Any) -> None:
-        """Notes in the first process that the run begins, or where it goes on."""
+        """Notes in the history that the run starts, or where it resumes; called in the first process."""
         self.folder.refuse_others(self.step, self.step + 1)
         facts |= environment(self.world.size, self.world.device)
         self.folder.note("resume" if self.resumed else "start", step=self.step, **facts)
@@ -175,9 +175,9 @@ class Run:
             )
         self._caught.close()
         self._saver.finish(self.say)
-        failed, self._failed, self._closed = self._failed, None, True
-        if failed is not None:
-            raise failed
+        error, self._failed, self._closed = self._failed, None, True
+        if error is not None:
+            raise error
 
     def __enter__(self) -> Run:
         return self
@@ -224,7 +224,7 @@ class Run:
         return self._stop.asked
 
     def _reseed(self, *place: object) -> None:
-        """Seeds all generators for a place, where the run has a seed."""
+        """Seeds all generators for a place, if the run has a seed."""
         if self._seed is not None:
             rng.seed_all(self.world.device, self._seed, *place, self.world.rank)
 
@@ -236,7 +236,7 @@ class Run:
         return rng.capture(generators, with_global=self._seed is None)
 
     def _restore_random(self, state: rng.State | None, generators: dict[str, Any]) -> None:
-        """Gives random states back; of generators that were never drawn from, those with which the script began."""
+        """Restores random states; generators that were never drawn from get those with which the script began."""
         if state is not None:
             rng.restore(state if self._seed is not None else {**self._initial_random, **state}, generators)
 
@@ -246,13 +246,13 @@ class Run:
         rank = {**position.rank_state(), "now": now}
         for key in rank.keys() & {"now", "epoch_start", "body_start"}:
             drawn = {*self._drawn, "generators"}  # others may differ in every process
-            rank[key] = rank[key] and {name: each for name, each in rank[key].items() if name in drawn}
+            rank[key] = rank[key] and {name: state for name, state in rank[key].items() if name in drawn}
         place = {"epoch": position.epoch, "batch": position.batch, "began": position.began}
         return Point(place, rank, self.objects.states_of_others())
 
     def _tree(self, point: Point, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """What is saved. ranks: what each process has for itself."""
-        for name, value in self.values.items():  # again: a list may have been added to
+        """The tree to save. ranks: `Point.rank` of each process."""
+        for name, value in self.values.items():  # again: a list may have grown since
             refuse_not_plain(value, f"run[{name!r}]")
         return {
             "epoch": point.place["epoch"],
@@ -289,22 +289,22 @@ class Run:
                 "Use the same seed",
             )
         if len(ranks) != self.world.size:
-            moved = f"saved by {counted(len(ranks), 'process', 'processes')}, resumed by {self.world.size:,}"
+            change = f"saved by {counted(len(ranks), 'process', 'processes')}, resumed by {self.world.size:,}"
             why = "random states do not carry over, so results differ: ckptool.Run(…, seed=7) derives them"
             if self._seed is not None:
                 why = "random numbers follow from the seed, but sums are added in another order: the last bits differ"
-            self.say(f"{moved}: {why}")
-        own = to_cpu(ranks[self.world.rank] if self.world.rank < len(ranks) else ranks[0], copied=True)
-        self._random, self._ended = own["now"], tree["data_state"].get("ended")
+            self.say(f"{change}: {why}")
+        rank = to_cpu(ranks[self.world.rank] if self.world.rank < len(ranks) else ranks[0], copied=True)
+        self._random, self._ended = rank["now"], tree["data_state"].get("ended")
         self._window.renewing = set(tree["data_state"].get("renewing", ()))
-        self._drawn = set(own["now"]) - {"generators"}
-        self.position.restore(tree["data_state"], own)
+        self._drawn = set(rank["now"]) - {"generators"}
+        self.position.restore(tree["data_state"], rank)
         values, self._goes_on = to_cpu(tree["values"], copied=True), False
         self._resumed = _Resumed(where, values, self._capture(self.objects.generators))
         self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
 
     def _take(self, tree: dict[str, Any], where: str) -> None:
-        """Gives the objects and the values what a checkpoint holds of them; tensors that they share stay shared."""
+        """Loads the objects and the values from the tree of a checkpoint; tensors that they share stay shared."""
         keys = ["values", *(name + SUFFIX for name in self.objects.others)]
         copied = to_cpu({key: tree[key] for key in keys}, copied=True)  # they would keep the file mapped
         self.objects.restore({**tree, **copied}, where)
@@ -318,7 +318,7 @@ class Run:
         `batches` in it yields the steps of one epoch. What follows that belongs to the epoch: a save that is marked in
         its last step or later, and a signal, wait for the end of this body. Without `batches` an epoch is one step.
         """
-        return self._handed(self._epochs("run.epochs", {"epochs": epochs}))
+        return self._tracked(self._epochs("run.epochs", {"epochs": epochs}))
 
     def steps(self, steps: int) -> Iterator[int]:
         """The numbers of the steps, from the one after the newest checkpoint to `steps`; stops cleanly at a signal.
@@ -332,7 +332,7 @@ class Run:
                 self._reseed("step", self.step)
                 yield
 
-        return self._handed(number for number, _ in self._flat(draws, {"steps": steps}))
+        return self._tracked(number for number, _ in self._flat(draws, {"steps": steps}))
 
     def batches(self, loader: Any, *, steps: int | None = None, epochs: int | None = None) -> Iterator[tuple[int, Any]]:
         """The number of each step, and its batch; resumes in the middle of an epoch.
@@ -341,8 +341,8 @@ class Run:
         Exactly one of `steps` and `epochs`; inside `run.epochs` neither. Calls `set_epoch` of samplers and data sets.
         """
         nested = self._loop == "run.epochs"
-        asked = {kind: count for kind, count in (("steps", steps), ("epochs", epochs)) if count is not None}
-        if len(asked) != (not nested):
+        length = {kind: count for kind, count in (("steps", steps), ("epochs", epochs)) if count is not None}
+        if len(length) != (not nested):
             takes = "neither steps nor epochs inside run.epochs" if nested else "exactly one of steps and epochs"
             raise UsageError(
                 f"run.batches takes {takes}",
@@ -357,43 +357,43 @@ class Run:
             )
         self.position.loader = loader
         if nested:
-            return self._handed(self._one_epoch(self._epoch_of(loader), {}))
-        return self._handed(self._flat(lambda: self._epoch_of(loader), asked))
+            return self._tracked(self._one_epoch(self._epoch_of(loader), {}))
+        return self._tracked(self._flat(lambda: self._epoch_of(loader), length))
 
-    def _handed(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The iterator that the script gets, which is looked for later (`counters_around`)."""
+    def _tracked(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """The iterator for the script, with a reference kept to find it later (`counters_around`)."""
         self._iterator = weakref.ref(iterator)
         return iterator
 
-    def _flat(self, epoch: Callable[[], Generator[Any]], asked: dict[str, int]) -> Iterator[tuple[int, Any]]:
-        """A loop over steps is one over epochs whose bodies have nothing else. epoch: gives the data of one."""
-        for _ in self._epochs("run.steps" if self.position.loader is None else "run.batches", asked):
-            yield from self._one_epoch(epoch(), asked)
+    def _flat(self, epoch: Callable[[], Generator[Any]], length: dict[str, int]) -> Iterator[tuple[int, Any]]:
+        """The loop over steps: a loop over epochs whose bodies have nothing else. epoch: returns the data of one."""
+        for _ in self._epochs("run.steps" if self.position.loader is None else "run.batches", length):
+            yield from self._one_epoch(epoch(), length)
 
-    def _epochs(self, name: str, asked: dict[str, int]) -> Iterator[int]:
-        """The loop over epochs, under the name of the method that makes it. asked: how many steps or epochs."""
+    def _epochs(self, name: str, length: dict[str, int]) -> Iterator[int]:
+        """The loop over epochs. name: of the method that makes it.  length: how many steps or epochs."""
         loop, is_nested = loop_frame(), name == "run.epochs"
-        ((kind, count),) = asked.items()
+        ((kind, count),) = length.items()
         done = self.step if kind == "steps" else self.position.epoch
-        if not self._goes_on and self.world.is_first:  # what was logged since is there already
+        if not self._goes_on and self.world.is_first:  # what followed the checkpoint is logged again
             self.folder.metrics.cut_back(self.step, self._logged)
         self._goes_on = self._goes_on or done + (kind == "epochs" and self.position.batch > 0) <= count
-        if self._resumed is not None and self._goes_on and self._is_over(asked) and self._ended is None:
+        if self._resumed is not None and self._goes_on and self._is_over(length) and self._ended is None:
             self._say_once(
                 f"finished: {counted(done, kind[:-1])} of {count:,} are done; the loop goes on only if you ask for more"
             )
-        if loop == self._ended_at and not self._is_over(asked):
+        if loop == self._ended_at and not self._is_over(length):
             self._say_once(
                 f"{name} runs again at the same place of the script: what stands between is not done again if the run "
                 "is killed there; write: for epoch in run.epochs(4): for step, batch in run.batches(loader): …"
             )
         with self._looping(name):
-            if not self.position.batch or self._is_over(asked):
+            if not self.position.batch or self._is_over(length):
                 self._restore_random(self._random, self._generators())
-            elif is_nested:  # what the body drew before its batches is drawn again
+            elif is_nested:  # the body draws again what it drew before its batches
                 self._restore_random(self.position.body, self.objects.generators)
             try:
-                while not self._is_over(asked):
+                while not self._is_over(length):
                     self._stop.begin()
                     self._window.begin()
                     self._has_batches, self.step = False, self.step + 1  # taken back where `batches` counts
@@ -401,11 +401,11 @@ class Run:
                         self._reseed("body", self.position.epoch)
                         self.position.body = self._capture(self.objects.generators)
                     yield self.position.epoch
-                    if self._is_over(asked):
+                    if self._is_over(length):
                         break
                     self.position.next_epoch(self.step)
-                    wanted, stop = self._wanted()
-                    if (wanted or stop) and not self._is_over(asked):  # else `_end` commits it
+                    save, stop = self._requests()
+                    if (save or stop) and not self._is_over(length):  # else `_end` commits it
                         self._at_point(self._point(), stop=stop)
             except GeneratorExit:
                 by_break = False if self._closed else left_by_break(loop)
@@ -418,7 +418,7 @@ class Run:
                     if is_nested:
                         self.position.next_epoch(self.step)
                     try:
-                        self._end(asked)
+                        self._end(length)
                     except BaseException as error:  # noqa: BLE001  `close` raises it: here, Python would drop it
                         self._failed = error
                         self.say(f"step {self.step:,}, where `break` left the loop, was not saved: {error}")
@@ -427,19 +427,19 @@ class Run:
             self._ended_at = loop
 
     def _epoch_of(self, loader: Any) -> Generator[Any]:
-        """The data of the epoch that the run is in, from its place on."""
+        """The data of the current epoch, from the run's place on."""
         resumed = bool(self.position.batch)
-        if resumed and (begun := self._resumed) is not None:  # what the body of `epochs` did again is taken back
-            self._take(loaded(begun.path, self.objects.in_parts), begun.path)
+        if resumed and (origin := self._resumed) is not None:  # undoes what the body of `epochs` repeated
+            self._take(loaded(origin.path, self.objects.in_parts), origin.path)
             self._resumed = None
             self._say_counted()
         random, self._random = self._random, None
-        if random is not None and not resumed:  # the loop has begun before the loader was known
+        if random is not None and not resumed:  # the loop began before the loader was known
             rng.restore({"generators": random["generators"]}, generators_of(loader))
         yield from batches_of(self, loader, random if resumed else None)
 
-    def _one_epoch(self, data: Generator[Any], asked: dict[str, int]) -> Iterator[tuple[int, Any]]:
-        """The steps of an epoch, each with its batch, and their ends, but that of the last one."""
+    def _one_epoch(self, data: Generator[Any], length: dict[str, int]) -> Iterator[tuple[int, Any]]:
+        """The steps of an epoch, each with its batch; commits at the end of each but the last."""
         if self._has_batches:
             what = "run.batches was called twice in one epoch of run.epochs"
             raise UsageError(what, "", "Give another data set its own epochs.")
@@ -451,11 +451,11 @@ class Run:
                 self.step += 1
                 self._window.begin()
                 yield self.step, item
-                if self._is_over(asked):
+                if self._is_over(length):
                     return
-                wanted, stop = self._wanted()
-                point = self._point() if wanted or stop else None
-                item = next(data, _END)  # first: there may be none, and then this is the end of the epoch
+                save, stop = self._requests()
+                point = self._point() if save or stop else None
+                item = next(data, _END)  # before the commit: without a next batch this is the end of the epoch
                 if point is not None and item is not _END:
                     self._at_point(point, stop=stop)
         finally:
@@ -463,7 +463,7 @@ class Run:
 
     @contextmanager
     def _looping(self, name: str) -> Iterator[None]:
-        """A loop from its beginning, in a resumed process where the checkpoint left off, to its end."""
+        """A loop from its beginning, or where the checkpoint left off, to its end."""
         if self._loop:
             raise UsageError(
                 f"{name} was called inside {self._loop}",
@@ -479,30 +479,30 @@ class Run:
                 yield
         finally:
             self._loop = ""
-            if self.step > first:  # another loop goes on as a resumed run does
+            if self.step > first:  # a later loop goes on as a resumed run does
                 self._random = self._capture(self._generators())
                 self.position.loader_state = self.position.rank_state()["loader"]  # of a stateful one
-            # A commit failed, and the batch after it was fetched for nothing; a trainer counts its own.
+            # After a failed commit, the batch that was fetched is taken back; a `TrainerRun` has no rank state.
             if (point := self._unreached) is not None and point.rank:
                 self.position.restore(point.place, point.rank)
                 self._random, self._unreached = point.rank["now"], None
 
-    def _is_over(self, asked: dict[str, int]) -> bool:
-        """True after so many steps or epochs, and where `break` has ended a loop of as many, or more."""
-        done = {"steps": self.step, "epochs": self.position.epoch}
+    def _is_over(self, length: dict[str, int]) -> bool:
+        """True after so many steps or epochs, or if `break` has ended a loop of as many, or more."""
+        completed = {"steps": self.step, "epochs": self.position.epoch}
         ended = self._ended or {}
-        for kind, count in asked.items():
+        for kind, count in length.items():
             if ended.get(kind, -1) >= count:
                 self._say_once(
                     f"`break` ended this run at step {self.step:,}; it goes on only if you ask for more {kind}"
                 )
                 return True
-            if done[kind] >= count:
+            if completed[kind] >= count:
                 return True
         return False
 
     def _begin_resumed(self, nested: bool) -> None:
-        """At the beginning of the loop of a resumed process: what the script did since `Run(…)` and cannot count."""
+        """When the loop of a resumed process begins: undoes and reports what the script did since `Run(…)`."""
         if (resumed := self._resumed) is None:
             return
         changed = [name for name, saved in resumed.values.items() if not rng.same(self.values[name], saved)]
@@ -531,11 +531,11 @@ class Run:
                 f"the batches inside: run.batches(lambda: {kind}(loader, …))"
             )
 
-    def _wanted(self) -> tuple[bool, bool]:
-        """After a body: whether a save is to be committed, and whether the run is to stop; never in a window of
-        accumulation, whose gradients would be lost."""
-        wanted, stop = self._marked is not None, self.world.any_rank(self._stop.asked)
-        if (wanted or stop) and self.world.any_rank(self._window.is_open):
+    def _requests(self) -> tuple[bool, bool]:
+        """After a body: whether to commit a save, and whether to stop the run; neither in a window of accumulation,
+        whose gradients would be lost."""
+        save, stop = self._marked is not None, self.world.any_rank(self._stop.asked)
+        if (save or stop) and self.world.any_rank(self._window.is_open):
             self._waits = self._waits or (self.step, self._window.steps)
             if self._window.steps > self._waits[1] + 1:
                 self._say_once(
@@ -545,10 +545,10 @@ class Run:
                 )
             return False, False
         self._waits = None
-        return wanted, stop
+        return save, stop
 
     def _at_point(self, point: Point, *, stop: bool) -> None:
-        """Commits a save that was marked or is to stop the run, and stops it. point: the state of the data."""
+        """Commits a save that was marked, or one to stop the run, and stops it. point: the state of the data."""
         if self._marked is not None or self._saver.step != self.step:
             self._unreached = point
             self._commit(point, {"stop": True} if self._marked is None else {})
@@ -559,7 +559,7 @@ class Run:
             self._leave(stopped=True)
 
     def _leave(self, *, stopped: bool) -> None:
-        """Notes how the loop ended; exits where it was stopped, since what follows it is for a finished one."""
+        """Notes how the loop ended; exits if it was stopped, since what follows it is for a finished loop."""
         number = self._stop.number if stopped else 0
         if self.world.is_first:
             self.folder.note("stop" if stopped else "done", step=self.step, signal=number or None)
@@ -571,18 +571,18 @@ class Run:
                 raise KeyboardInterrupt
             raise SystemExit(self._stop.exit_code)
 
-    def _end(self, left: dict[str, int] | None = None) -> None:
-        """Commits the last step, unless that was done. left: what was asked for, where `break` ended the loop."""
-        if left is not None:
-            self._ended = left
+    def _end(self, length: dict[str, int] | None = None) -> None:
+        """Commits the last step, unless that was done. length: of the loop, if `break` ended it."""
+        if length is not None:
+            self._ended = length
         if self._offered[0] == self.step:  # the last step is always due
             self._marked = {**self._offered[1], **(self._marked or {})}
         is_new = self._goes_on and self.step > 0 and self._counted != self.step
-        if self._marked is not None or left is not None or is_new:
+        if self._marked is not None or length is not None or is_new:
             self._commit(self._point())
         self._saver.wait()
-        self.world.first(self.folder.prune)  # again, for a process that was killed between its last commit and this
-        self._reseed("end", self.step)  # for what the script draws later, however often it is started
+        self.world.first(self.folder.prune)  # again: an earlier process may have been killed before it pruned
+        self._reseed("end", self.step)  # the script's later draws are the same however often it was started
         self._leave(stopped=False)
 
     # Saving ------------------------------------------------------------------------------------------------------
@@ -633,7 +633,7 @@ class Run:
         self._say_notes(first)
 
     def _facts(self, point: Point) -> dict[str, Any]:
-        """What the sidecar says of the checkpoint."""
+        """The facts for the sidecar of the checkpoint."""
         return {
             "epoch": point.place["epoch"],
             "loss": self.loss if self.loss is None or self.loss - self.loss == 0 else str(self.loss),
@@ -644,7 +644,7 @@ class Run:
         }
 
     def _measure(self) -> None:
-        """Takes the metrics of the marked save; functions are called."""
+        """Takes the metrics of the marked save; calls those that are functions."""
         marked, self._marked = self._marked or {}, None
         if self._saver.step != self.step:
             self._metrics = {}
@@ -652,15 +652,15 @@ class Run:
             if callable(value) and not isinstance(value, torch.Tensor):
                 with self.evaluating():
                     value = value()
-            found = number(value, name)
-            self._metrics |= {name: found} if found - found == 0 else {}
-        if (wanted := self.folder.retention.metric) and marked and wanted not in self._metrics:
+            metric = number(value, name)
+            self._metrics |= {name: metric} if metric - metric == 0 else {}
+        if (ranking := self.folder.retention.metric) and marked and ranking not in self._metrics:
             self._say_once(
-                f"run.save was given no {printable(wanted)}, or NaN, so keep_best cannot rank this checkpoint"
+                f"run.save was given no {printable(ranking)}, or NaN, so keep_best cannot rank this checkpoint"
             )
 
     def _say_notes(self, first: bool) -> None:
-        """What there is to say after a save, once each. first: of the run."""
+        """Prints the notes after a save, once each. first: True for the first save of the run."""
         loader = self.position.loader
         if first:
             named = [*self.objects.named, *self.objects.generators, *(f"run[{name!r}]" for name in self.values)]
@@ -679,11 +679,11 @@ class Run:
         """Adds a line of numbers to metrics.jsonl, for this step unless another is given; only in the first process."""
         if type(step) not in (int, type(None)):
             raise UsageError(f"run.log was given {type(step).__name__} as the step", "", "run.log(step, loss=loss)")
-        found = {name: number(value, name) for name, value in numbers.items()}
-        self.loss = found.get("loss", self.loss)
+        measures = {name: number(value, name) for name, value in numbers.items()}
+        self.loss = measures.get("loss", self.loss)
         repeated = self._resumed is not None and self._loop == "run.epochs"  # of an epoch that is resumed inside
         if self.world.is_first and not repeated:
-            self.folder.metrics.add({"step": self.step if step is None else step, "epoch": self.epoch, **found})
+            self.folder.metrics.add({"step": self.step if step is None else step, "epoch": self.epoch, **measures})
 
     @contextmanager
     def evaluating(self, *modules: nn.Module) -> Iterator[None]:
@@ -715,7 +715,7 @@ class _Resumed(NamedTuple):
 
 
 def _world(objects: Objects) -> World:
-    """The processes of torch.distributed, as the script has set them up; one alone is where its models begin."""
+    """The processes of torch.distributed, as the script set them up; without them one, on its models' first device."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         parameters = (parameter for module in objects.modules.values() for parameter in module.parameters())
@@ -728,8 +728,8 @@ def _world(objects: Objects) -> World:
 
 def _opened(folder: str, rules: Retention, world: World) -> RunFolder:
     """The folder of a new run, or of an existing one."""
-    if (before := _OPEN.pop(folder, None)) is not None:
-        before.close()  # a notebook cell that is run again
+    if (previous := _OPEN.pop(folder, None)) is not None:
+        previous.close()  # a notebook cell that is run again
     settings = {
         LOOP: os.path.basename(sys.argv[0]) or "python",
         "save": {"keep_last": rules.last, "keep_best": rules.best, "keep_every": rules.every},

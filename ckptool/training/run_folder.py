@@ -1,7 +1,7 @@
-"""The folder of a run: made, or opened; who may write to it, and whose files they are; what it holds, for `inspect` and
-`scan`; what it runs on.
+"""The folder of a run: created, or opened; who may write to it, and whose its files are; what it holds, for `inspect`
+and `scan`; the environment of a run.
 
-Of this nothing needs torch but `environment`.
+Nothing here needs torch but `environment`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ID = re.compile(r"# ckptool run ([0-9a-f]{32})\n")
 
 
 def to_stderr(text: str) -> None:
-    """Says a note of a run in somebody's own loop."""
+    """Prints a note of a run in a user's own loop."""
     sys.stderr.write(f"ckptool: {text}\n")
 
 
@@ -60,25 +60,25 @@ def create(
         what = f"cannot make the run {folder}: it is a file"
         raise FileProblem(what, "A run is a folder.", f"Name another: {elsewhere}")
     _refuse_run(folder, elsewhere)
-    # Files of these names are those of a run that was begun here and never saved, or nobody knows whose.
-    there, text = [name for name in (METRICS, HISTORY, CONFIG) if os.path.lexists(os.path.join(folder, name))], ""
+    # Files of these names belong to a run that was begun here and never saved, or to something else.
+    names, text = [name for name in (METRICS, HISTORY, CONFIG) if os.path.lexists(os.path.join(folder, name))], ""
     with suppress(CkptoolError):
-        text = read_small_text(os.path.join(folder, CONFIG), "a configuration", MAX_CONFIG) if there else ""
-    number = secrets.token_hex(16)
-    if (found := _ID.search(text)) and _signed(found[1], values_of(text)) == text:  # just as the run wrote it
-        _refuse_foreign(folder, there[:-1], elsewhere)
-        number = found[1]
-    elif there:
-        raise not_ours(folder, there, elsewhere)
+        text = read_small_text(os.path.join(folder, CONFIG), "a configuration", MAX_CONFIG) if names else ""
+    run_id = secrets.token_hex(16)
+    if (match := _ID.search(text)) and _signed(match[1], values_of(text)) == text:  # just as the run wrote it
+        _refuse_foreign(folder, names[:-1], elsewhere)
+        run_id = match[1]
+    elif names:
+        raise not_ours(folder, names, elsewhere)
     make_folder(folder)
-    run = RunFolder(folder, number, retention, Lock(folder, elsewhere), elsewhere)
+    run = RunFolder(folder, run_id, retention, Lock(folder, elsewhere), elsewhere)
     try:
         _refuse_run(folder, elsewhere)  # it may have saved before it gave up the lock
         make_folder(run.checkpoints)
-        # What was begun and never saved is forgotten, but for the names of the files that it wrote.
+        # The history of a run that never saved is dropped, but for the names of the files that it wrote.
         run.history.keep(lambda fact: fact.get("event") == "writes")
         # The configuration comes last, and makes it a run: one that is killed here begins again.
-        write_text(os.path.join(folder, CONFIG), _signed(number, settings))
+        write_text(os.path.join(folder, CONFIG), _signed(run_id, settings))
     except BaseException:
         run.close()
         raise
@@ -88,8 +88,8 @@ def create(
 def reopen(folder: str, retention: Retention, *, write: bool = True, elsewhere: str | Command = OTHER_RUN) -> RunFolder:
     """An existing run. Raises `Conflict` where its files are something else's."""
     _refuse_foreign(folder, (HISTORY, METRICS), elsewhere)
-    number, _ = recorded(folder)
-    run = RunFolder(folder, number, retention, Lock(folder, elsewhere) if write else None, elsewhere)
+    run_id, _ = recorded(folder)
+    run = RunFolder(folder, run_id, retention, Lock(folder, elsewhere) if write else None, elsewhere)
     if write:
         make_folder(run.checkpoints)
         sweep_folder(run.checkpoints)
@@ -105,11 +105,11 @@ def opened(
     goes_on: bool,
     elsewhere: str | Command = OTHER_RUN,
 ) -> RunFolder:
-    """A new run, or with `goes_on` an existing one. Only the first process makes it, and has the right to write."""
+    """A new run, or with `goes_on` an existing one. Only the first process creates it and has its lock."""
     begin = partial(reopen, folder) if goes_on else partial(create, folder, settings)
-    made: list[RunFolder] = []
-    world.first(lambda: made.append(begin(retention, elsewhere=elsewhere)))
-    return made[0] if made else reopen(folder, retention, write=False, elsewhere=elsewhere)
+    runs: list[RunFolder] = []
+    world.first(lambda: runs.append(begin(retention, elsewhere=elsewhere)))
+    return runs[0] if runs else reopen(folder, retention, write=False, elsewhere=elsewhere)
 
 
 def is_run(folder: str) -> bool:
@@ -126,21 +126,21 @@ def recorded(folder: str) -> tuple[str, str]:
             raise _without_config(folder, OTHER_RUN)
         raise UsageError(f"{folder} is not a run: it has no run.yaml", "", f"Start one: {command('train', 'run.yaml')}")
     text = read_small_text(path, "the configuration of a run", MAX_CONFIG)
-    if (found := _ID.search(text)) is None:
+    if (match := _ID.search(text)) is None:
         raise Corrupt(f"{path} is not the configuration of a run", "Its first line says which run; it was changed.")
-    return found[1], text
+    return match[1], text
 
 
-def last_config(folder: str, number: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a run as it was last changed, given that of its run.yaml, which is written once.
+def last_config(folder: str, run_id: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a run as it was last changed. config: that of its run.yaml, which is written only once.
 
-    Each change is in the history, before a checkpoint is saved with it, whose sidecar has it too; so a history that was
-    deleted takes nothing with it.
+    Each change is in the history before a checkpoint is saved with it, whose sidecar has it too; so nothing is lost
+    with a history that was deleted.
     """
-    run = RunFolder(folder, number)
+    run = RunFolder(folder, run_id)
     facts = [saved.sidecar or {} for saved in run.all()]
     facts += (fact for fact in run.history.read() if fact.get("event") == CHANGED)
-    return [config, *(held for fact in facts if isinstance(held := fact.get("config"), dict))][-1]
+    return [config, *(changed for fact in facts if isinstance(changed := fact.get("config"), dict))][-1]
 
 
 # Whose files they are ------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def _without_config(folder: str, elsewhere: str | Command) -> Conflict:
 
 
 def _refuse_foreign(folder: str, names: Iterable[str], elsewhere: str | Command) -> None:
-    """Raises `Conflict` for files of lines that do not begin as a run's; one may have been killed in its first line."""
+    """Raises `Conflict` for files of lines that do not begin as a run's do; a first line may be cut short."""
     foreign = []
     for name in names:
         path, begin, head = os.path.join(folder, name), {HISTORY: b'{"event": ', METRICS: b'{"step": '}[name], None
@@ -180,9 +180,9 @@ def _refuse_foreign(folder: str, names: Iterable[str], elsewhere: str | Command)
         raise not_ours(folder, foreign, elsewhere)
 
 
-def _signed(number: str, settings: dict[str, Any]) -> str:
-    """Settings as they lie in the folder of their run."""
-    return f"# ckptool run {number}\n{dumped(settings)}"
+def _signed(run_id: str, settings: dict[str, Any]) -> str:
+    """The text of a run.yaml: the id of the run, then its settings."""
+    return f"# ckptool run {run_id}\n{dumped(settings)}"
 
 
 def dumped(settings: dict[str, Any]) -> str:
@@ -192,12 +192,12 @@ def dumped(settings: dict[str, Any]) -> str:
 
 
 def values_of(text: str) -> dict[str, Any]:
-    """The values of a run.yaml; none where it is damaged, which whoever needs them says."""
+    """The values of a run.yaml; none if it is damaged, which is for the caller to report."""
     try:
-        found = yaml.safe_load(text)
+        values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 # The right to write --------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ _HOLDER = re.compile(rb"pid [0-9]+[^\n]*\n?")
 
 
 def _close_in_child() -> None:
-    """A loader's worker may outlive a killed trainer by seconds, and must not hold the lock meanwhile."""
+    """Releases locks in a child: a loader's worker may outlive a killed trainer by seconds."""
     for lock in list(_HELD):
         lock.release()
 
@@ -223,20 +223,20 @@ class Lock:
 
     def __init__(self, folder: str, elsewhere: str | Command = OTHER_RUN) -> None:
         path = os.path.join(folder, "lock")
-        there = os.path.lexists(path)
+        existed = os.path.lexists(path)
         try:
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         except OSError as error:
             raise file_problem(error, path, "write") from error
         _HELD.add(self)
-        until = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PATIENCE
         try:
             while True:
                 try:
                     fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if time.monotonic() > until:
+                    if time.monotonic() > deadline:
                         holder = os.pread(self.fd, 300, 0).decode("utf-8", "replace").strip()
                         raise Conflict(
                             f"{folder} is being written by another process ({holder or 'unknown'})",
@@ -244,8 +244,8 @@ class Lock:
                             f"Wait for it, stop it, or name another folder: {elsewhere}",
                         ) from None
                     time.sleep(0.05)
-            held = os.pread(self.fd, 300, 0)
-            if not there or _HOLDER.fullmatch(held):  # another may be anybody's: a lock works without a name in it
+            content = os.pread(self.fd, 300, 0)
+            if not existed or _HOLDER.fullmatch(content):  # else it is not ours: a lock works without a name in it
                 os.ftruncate(self.fd, 0)
                 os.pwrite(self.fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except OSError as error:
@@ -273,21 +273,21 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
     Raises `UsageError` for a folder that is no run, `Corrupt` for one whose run.yaml cannot be read.
     """
     name = folder_of(run)
-    number, text = recorded(name)
+    run_id, text = recorded(name)
     if not (config := values_of(text)):
         path = os.path.join(name, CONFIG)
         raise Corrupt(f"{path} is not the configuration of a run", "It was changed, or damaged.")
-    folder = RunFolder(name, number)
+    folder = RunFolder(name, run_id)
     history = list(folder.history.read())
-    config = last_config(name, number, config)
+    config = last_config(name, run_id, config)
     sections = {key: value for key, value in config.items() if isinstance(value, dict)}
-    save, by, train = (sections.get(key, {}) for key in ("save", "eval", "train"))
-    metric, mode = str(by.get("metric", "")), str(by.get("mode", "min"))
+    save, evaluation, train = (sections.get(key, {}) for key in ("save", "eval", "train"))
+    metric, mode = str(evaluation.get("metric", "")), str(evaluation.get("mode", "min"))
     last, best, every = (_count(save, key) for key in ("keep_last", "keep_best", "keep_every"))
-    there, rows = folder.all(), list[RunCheckpoint]()
-    kept, _ = Retention(last, best, every, metric, mode).divide(there)
-    for saved in there:
-        state, problem, reasons, size = GOOD, "", kept.get(saved.step, []), 0
+    checkpoints, rows = folder.all(), list[RunCheckpoint]()
+    rules, _ = Retention(last, best, every, metric, mode).divide(checkpoints)
+    for saved in checkpoints:
+        state, problem, reasons, size = GOOD, "", rules.get(saved.step, []), 0
         try:
             check(saved, "full" if full else "size")
         except CkptoolError as error:
@@ -304,7 +304,7 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
     times = (fact.get("total_seconds") for fact in reversed(history))
     return RunReport(
         name,
-        number,
+        run_id,
         metric,
         mode,
         event=str(event.get("event", "")),
@@ -334,7 +334,7 @@ def _count(section: dict[str, Any], key: str) -> int:
 
 
 def environment(world_size: int, device: torch.device) -> dict[str, Any]:
-    """Facts that change bits, or help to find out why they differ: versions, device, threads, host."""
+    """Facts that change bits, or help to explain why they differ: versions, device, threads, host."""
     import platform
 
     import torch
@@ -356,7 +356,7 @@ def environment(world_size: int, device: torch.device) -> dict[str, Any]:
 def _git() -> str | None:
     """The commit of the working folder, if it is in a repository."""
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+        process = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() or None
+    return process.stdout.strip() or None

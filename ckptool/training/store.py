@@ -60,7 +60,7 @@ def sidecar_of(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A checkpoint of a run. sidecar: the facts recorded with it; None where they are missing or damaged."""
+    """A checkpoint of a run. sidecar: the facts recorded with it; None if it is missing or damaged."""
 
     step: int
     path: str
@@ -68,8 +68,8 @@ class SavedState:
 
     @property
     def metrics(self) -> dict[str, float]:
-        found = (self.sidecar or {}).get("metrics")
-        numbers = found.items() if isinstance(found, dict) else ()
+        metrics = (self.sidecar or {}).get("metrics")
+        numbers = metrics.items() if isinstance(metrics, dict) else ()
         return {key: value for key, value in numbers if isinstance(value, (int, float))}
 
     @property
@@ -78,16 +78,16 @@ class SavedState:
         return (self.sidecar or {}).get("stop") is True
 
 
-def commit_file(tree: Any, path: str, sidecar: str, known: dict[str, Any], facts: dict[str, Any]) -> SavedState:
-    """Writes a tree, and facts about it in a sidecar, which gets its name first. known: begins it, with the `step`.
+def commit_file(tree: Any, path: str, sidecar: str, header: dict[str, Any], facts: dict[str, Any]) -> SavedState:
+    """Writes a tree, and facts about it in a sidecar, which is renamed first. header: its first facts, with the `step`.
 
-    Raises `DiskFull`, `FileProblem`, or `Unsupported` for what could not be read back; what was there stays.
+    Raises `DiskFull`, `FileProblem`, or `Unsupported` for what could not be read back; an existing file then stays.
     """
     from ckptool.bridge.from_live import from_torch
 
     running = StreamingSha256()
     plan = formats.by_name(formats.DEFAULT).write(Checkpoint(from_torch(tree), formats.DEFAULT))
-    record = {**known, "bytes": plan.nbytes, **_replaced(path, sidecar)}
+    record = {**header, "bytes": plan.nbytes, **_replaced(path, sidecar)}
 
     def describe(temporary: str) -> None:
         record.update({"sha256": running.result(temporary), **facts})
@@ -95,20 +95,20 @@ def commit_file(tree: Any, path: str, sidecar: str, known: dict[str, Any], facts
 
     with closing(running):
         replace_file(plan, path, overwrite=True, verify=describe, feed=running.feed)
-    return SavedState(known["step"], path, record)
+    return SavedState(header["step"], path, record)
 
 
 def _replaced(path: str, sidecar: str) -> dict[str, Any]:
-    """What a sidecar says of the checkpoint that is there, of which it is, too, until the new one has its name."""
+    """What the old sidecar says of the old checkpoint, to which the new one belongs, too, until that is replaced."""
     places = (path, os.path.splitext(path)[0] + ".pt", os.path.splitext(path)[0] + ".dcp")
     old = read_json(sidecar) if any(map(os.path.lexists, places)) else None
-    kept = ("step", "bytes", "sha256", "files", LOGGED)
-    return {} if old is None else {"replaces": {key: old[key] for key in kept if key in old}}
+    keys = ("step", "bytes", "sha256", "files", LOGGED)
+    return {} if old is None else {"replaces": {key: old[key] for key in keys if key in old}}
 
 
 def check(saved: SavedState, verify: str = "full") -> SavedState:
-    """A checkpoint with what its sidecar says of it. Raises `Corrupt` unless it is that. verify: `full` compares its
-    sha256, `size` not."""
+    """A checkpoint with the facts that its sidecar has of it. Raises `Corrupt` unless they match it. verify: `full`
+    compares its sha256, too, `size` only its size."""
     sidecar = saved.sidecar
     if saved.path.endswith(".pt") and os.path.isdir(saved.path):
         raise Corrupt(f"{saved.path} is a folder", "A checkpoint of this name is a file.")
@@ -116,24 +116,24 @@ def check(saved: SavedState, verify: str = "full") -> SavedState:
         raise Corrupt(f"{saved.path} has no sidecar", "It was not committed, or the sidecar was lost.")
     if sidecar.get("step") != saved.step:
         raise Corrupt(f"the sidecar of {saved.path} belongs to another step", "Files were renamed, or mixed up.")
-    # Killed between two renames, it is still the one that was to be replaced.
-    known = [each for each in (sidecar, sidecar.get("replaces")) if isinstance(each, dict)]
-    problems = [_damage(saved.path, each, verify) for each in known]
-    for each, problem in zip(known, problems, strict=True):
+    # After a kill between the two renames, the checkpoint is still the one that was to be replaced.
+    records = [record for record in (sidecar, sidecar.get("replaces")) if isinstance(record, dict)]
+    problems = [_damage(saved.path, record, verify) for record in records]
+    for record, problem in zip(records, problems, strict=True):
         if not problem:
-            return replace(saved, sidecar={**sidecar, **each})
+            return replace(saved, sidecar={**sidecar, **record})
     raise Corrupt(problems[0], "It was cut, overwritten or damaged after it was saved.")
 
 
-def _damage(path: str, known: dict[str, Any], verify: str) -> str:
-    """What of a checkpoint is not as its sidecar says, in words; "" where it is whole. Raises `FileProblem`."""
-    there, files = files_of(path), known.get("files")
-    for name, facts in files.items() if isinstance(files, dict) else [("", known)]:
-        if (file := there.get(name)) is None:
+def _damage(path: str, record: dict[str, Any], verify: str) -> str:
+    """The first difference between a checkpoint and its sidecar, in words; "" if it is whole. Raises `FileProblem`."""
+    paths, files = files_of(path), record.get("files")
+    for name, facts in files.items() if isinstance(files, dict) else [("", record)]:
+        if (file := paths.get(name)) is None:
             return f"{os.path.join(path, name)} is missing"
-        size, wanted = Source(file).size, facts.get("bytes") if isinstance(facts, dict) else None
-        if size != wanted:
-            return f"{file} has {size:,} bytes; its sidecar says {wanted!s}"
+        size, expected = Source(file).size, facts.get("bytes") if isinstance(facts, dict) else None
+        if size != expected:
+            return f"{file} has {size:,} bytes; its sidecar says {expected!s}"
         if verify == "full" and file_digest(file) != facts.get("sha256"):
             return f"{file} does not match its sha256"
     return ""
@@ -141,25 +141,25 @@ def _damage(path: str, known: dict[str, Any], verify: str) -> str:
 
 def newest_whole(
     folder: str,
-    there: list[SavedState],
+    checkpoints: list[SavedState],
     say: Callable[[str], Any],
     verify: str = "full",
     note: Callable[..., Any] = lambda event, **facts: None,
 ) -> SavedState | None:
-    """The newest of a folder's checkpoints, oldest first, as `check` gives it; None where there are none.
+    """The newest whole one of a folder's checkpoints (oldest first), as `check` returns it; None if there are none.
 
     say: called with which was skipped, and why.  verify: as in `check`.  note: adds that to a history.
-    Raises `NoneValid` where all are damaged.
+    Raises `NoneValid` if all are damaged.
     """
-    for saved in reversed(there):
+    for saved in reversed(checkpoints):
         try:
             return check(saved, verify)
         except CkptoolError as error:
             say(f"skipped {printable(saved.path)}: {error.what}")
             note("skip-damaged", step=saved.step, path=saved.path, why=error.what)
-    if there:
+    if checkpoints:
         raise NoneValid(
-            f"{folder} holds {counted(len(there), 'checkpoint')}, and none of them is whole",
+            f"{folder} holds {counted(len(checkpoints), 'checkpoint')}, and none of them is whole",
             "Nothing was deleted, and nothing was started from the beginning.",
             f"See what is wrong with them: {command('scan', folder)}",
         )
@@ -167,7 +167,7 @@ def newest_whole(
 
 
 def files_of(path: str) -> dict[str, str]:
-    """The files of a checkpoint by their names below its folder; itself, without a name, where it is one file."""
+    """The files of a checkpoint by their names below its folder; a checkpoint of one file by the name ""."""
     if not os.path.isdir(path):
         return {"": path}
     below = (os.path.join(place, name) for place, _, names in os.walk(path) for name in names)
@@ -191,8 +191,8 @@ def described(files: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 class Retention:
     """The checkpoints to keep: the newest, the `last`, the `best` by a metric, and those at a multiple of `every`.
 
-    One that was saved only to stop is kept while it is the newest, and takes no other's place: a run that was stopped
-    ends with the checkpoints of one that was not.
+    A checkpoint that was saved only to stop is kept while it is the newest, and does not count among the others: a run
+    that was stopped ends with the checkpoints of one that was not.
     """
 
     last: int
@@ -201,36 +201,36 @@ class Retention:
     metric: str
     mode: str
 
-    def reasons(self, there: Iterable[SavedState]) -> dict[int, list[str]]:
-        """The steps to keep, in order, each with the names of the rules that want it."""
-        everything = sorted(there, key=lambda saved: saved.step)
-        ordered = [saved for saved in everything if not saved.is_stop]
+    def reasons(self, checkpoints: Iterable[SavedState]) -> dict[int, list[str]]:
+        """The steps to keep, in order, each with the names of the rules that keep it."""
+        by_step = sorted(checkpoints, key=lambda saved: saved.step)
+        regular = [saved for saved in by_step if not saved.is_stop]
         # The best first; 0.0 counts, NaN and missing values never rank, and of equal ones the older comes first.
         sign = 1 if self.mode == "min" else -1
-        measured = [saved for saved in ordered if not math.isnan(saved.metrics.get(self.metric, math.nan))]
-        wanted = {
-            "newest": everything[-1:],
-            "last": ordered[-self.last :] if self.last else [],
+        measured = [saved for saved in regular if not math.isnan(saved.metrics.get(self.metric, math.nan))]
+        rules = {
+            "newest": by_step[-1:],
+            "last": regular[-self.last :] if self.last else [],
             "best": sorted(measured, key=lambda saved: sign * saved.metrics[self.metric])[: self.best],
-            "every": [saved for saved in ordered if self.every and saved.step % self.every == 0],
+            "every": [saved for saved in regular if self.every and saved.step % self.every == 0],
         }
         reasons: dict[int, list[str]] = {}
-        for name, chosen in wanted.items():
+        for name, chosen in rules.items():
             for saved in chosen:
                 reasons.setdefault(saved.step, []).append(name)
         return dict(sorted(reasons.items()))
 
-    def divide(self, there: Iterable[SavedState]) -> tuple[dict[int, list[str]], list[SavedState]]:
-        """The steps to keep, each with why, and the checkpoints that no rule keeps.
+    def divide(self, checkpoints: Iterable[SavedState]) -> tuple[dict[int, list[str]], list[SavedState]]:
+        """The steps to keep, each with its rules, and the whole checkpoints that no rule keeps.
 
         Damaged ones stay and do not count: they are for a person to look at.
         """
-        whole = []
-        for saved in there:
+        intact = []
+        for saved in checkpoints:
             with suppress(CkptoolError):
-                whole.append(check(saved, "size"))
-        kept = self.reasons(whole)
-        return kept, [saved for saved in whole if saved.step not in kept]
+                intact.append(check(saved, "size"))
+        reasons = self.reasons(intact)
+        return reasons, [saved for saved in intact if saved.step not in reasons]
 
 
 # Lines ---------------------------------------------------------------------------------------------------------------
@@ -246,9 +246,9 @@ class Lines:
         self.path = path
 
     def add(self, fact: dict[str, Any], *, sync: bool = False) -> None:
-        """Adds a line to the file that has the name now, after its last whole line.
+        """Adds a line after the last whole one; opens the file anew, as it may have been replaced.
 
-        Raises `FileProblem`, on a full disk too; what was written of the line is cut off by the next.
+        Raises `FileProblem`, on a full disk too; the next line cuts off what was written of this one.
         """
         line = (json.dumps(_finite(fact), allow_nan=False, default=str) + "\n").encode()
         with _problems(self.path, "write to"):
@@ -271,7 +271,7 @@ class Lines:
         return (fact for _, fact in self._lines() if fact is not None)
 
     def _lines(self) -> Iterator[tuple[str, dict[str, Any] | None]]:
-        """Every line, and what it says; None for one that was torn, or is no run's."""
+        """Every line with its JSON object; None for a torn line, or one of another kind."""
         if not os.path.lexists(self.path):
             return
         with (
@@ -290,24 +290,24 @@ class Lines:
         return os.path.getsize(self.path) if os.path.exists(self.path) else 0
 
     def cut_back(self, step: int, size: Any = None) -> None:
-        """Leaves what a checkpoint has seen: so many bytes, as its sidecar says; where that is not known or they are
-        not there, the whole lines up to its step. The later ones will be written again."""
+        """Cuts off what was logged after a checkpoint: all beyond `size` bytes, which its sidecar has; if that is not
+        known or the file is shorter, the lines after its step. The loop will write them again."""
         if type(size) is not int or not 0 <= size <= self.size:
-            self.keep(lambda fact: not isinstance(at := fact.get("step", 0), (int, float)) or at <= step)
+            self.keep(lambda fact: not isinstance(logged := fact.get("step", 0), (int, float)) or logged <= step)
         elif size < self.size:
             with _problems(self.path, "write to"):
                 os.truncate(self.path, size)
 
-    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Leaves the whole lines that are wanted."""
+    def keep(self, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+        """Drops all but the whole lines for which `is_kept` is true."""
         lines = list(self._lines())
-        kept = [line for line, fact in lines if fact is not None and line.endswith("\n") and wanted(fact)]
-        if len(kept) < len(lines):
-            write_text(self.path, "".join(kept))
+        remaining = [line for line, fact in lines if fact is not None and line.endswith("\n") and is_kept(fact)]
+        if len(remaining) < len(lines):
+            write_text(self.path, "".join(remaining))
 
 
 def _finite(value: Any) -> Any:
-    """Numbers that JSON has no name for, as texts."""
+    """A value with the numbers that JSON cannot have (NaN, infinities) as texts."""
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return str(value)
     if isinstance(value, dict):
@@ -320,10 +320,10 @@ def _finite(value: Any) -> Any:
 
 @dataclass(slots=True)
 class RunFolder:
-    """The folder of a run. Of its processes only the first holds the lock, and writes, but for parts of tensors.
+    """The folder of a run. Only the first process holds the lock and writes; parts of tensors are written by all.
 
-    id: of the run; checkpoints of another one are passed over.  retention: what `prune` keeps.  elsewhere: what to type
-    for a run in another folder.
+    id: of the run; checkpoints of other runs are ignored.  retention: what `prune` keeps.  elsewhere: what to type for
+    a run in another folder.
     """
 
     folder: str
@@ -364,29 +364,29 @@ class RunFolder:
     def commit_together(self, step: int, tree: Any, facts: dict[str, Any], world: World) -> SavedState:
         """Writes the state after `step` steps as a folder, every process its part; all of them call this.
 
-        What goes wrong in one is raised in all: what `commit` raises, or `RunFailed`.
+        An error in one is raised in all: those of `commit`, or `RunFailed`.
         """
         from ckptool.training.parallel import write_divided
 
-        made: list[NewFolder] = []
+        new_folders: list[NewFolder] = []
 
         def begin() -> str:
             self.refuse_others(step - 1, step)
-            made.append(NewFolder(os.path.join(self.checkpoints, name_of(step, ".dcp"))))
-            made[0].begin()
-            return made[0].path
+            new_folders.append(NewFolder(os.path.join(self.checkpoints, name_of(step, ".dcp"))))
+            new_folders[0].begin()
+            return new_folders[0].path
 
         def commit() -> SavedState:
-            if different := sorted(set(files) ^ set(files_of(made[0].path))):
+            if different := sorted(set(files) ^ set(files_of(new_folders[0].path))):
                 raise FileProblem(
-                    f"{made[0].target}: not all processes see {listed(different, 3)}",
+                    f"{new_folders[0].target}: not all processes see {listed(different, 3)}",
                     "They write into one folder, which all of their machines have to share.",
                 )
-            path, sidecar = made[0].target, sidecar_of(made[0].target)
-            record = {"run": self.id, "step": step, "bytes": sum(known["bytes"] for known in files.values())}
+            path, sidecar = new_folders[0].target, sidecar_of(new_folders[0].target)
+            record = {"run": self.id, "step": step, "bytes": sum(entry["bytes"] for entry in files.values())}
             record |= {**_replaced(path, sidecar), "files": files, "world": world.size, **facts}
             write_json(sidecar, record, sync_folder=False)
-            made[0].commit(_PART.fullmatch)
+            new_folders[0].commit(_PART.fullmatch)
             _delete(os.path.join(self.checkpoints, name_of(step)))
             return SavedState(step, path, record)
 
@@ -394,19 +394,19 @@ class RunFolder:
             folder = world.first(begin)
             write_divided(tree, folder, world.group)
             begins = (f"__{world.rank}_", *([".metadata"] if world.is_first else []))  # the table is the first one's
-            mine = {name: path for name, path in files_of(folder).items() if name.startswith(begins)}
-            own = world.each(lambda: described(mine))
-            files = {name: known for part in own for name, known in part.items()}  # as those know them that wrote them
+            local_files = {name: path for name, path in files_of(folder).items() if name.startswith(begins)}
+            by_rank = world.each(lambda: described(local_files))
+            files = {name: entry for part in by_rank for name, entry in part.items()}  # as their writers saw them
             saved: SavedState = world.first(commit)
             return saved
         finally:
-            for each in made:
-                each.close()
+            for new_folder in new_folders:
+                new_folder.close()
 
     def all(self) -> list[SavedState]:
-        """The checkpoints that are there, oldest first, whole or not; those of another run left out."""
-        there = [SavedState(step, path, read_json(sidecar_of(path))) for step, path in checkpoints_in(self.folder)]
-        return [saved for saved in there if (saved.sidecar or {}).get("run", self.id) == self.id]
+        """The checkpoints in the folder, oldest first, whole or not; without those of other runs."""
+        candidates = [SavedState(step, path, read_json(sidecar_of(path))) for step, path in checkpoints_in(self.folder)]
+        return [saved for saved in candidates if (saved.sidecar or {}).get("run", self.id) == self.id]
 
     def newest_valid(self, verify: str, say: Callable[[str], Any]) -> SavedState | None:
         """The newest whole checkpoint, None before the first; says which it skipped, and records it.
@@ -427,17 +427,17 @@ class RunFolder:
     def prune(self) -> list[SavedState]:
         """Deletes the checkpoints that retention does not keep; returns them.
 
-        Sidecars without their checkpoints, which a process leaves that is killed in a save or here, are deleted too.
+        Sidecars without checkpoints, left by a process that was killed in a save or here, are deleted too.
         """
-        there = self.all()
-        _, gone = self.retention.divide(there)
-        for saved in gone:
+        checkpoints = self.all()
+        _, pruned = self.retention.divide(checkpoints)
+        for saved in pruned:
             self.remove(saved)
-        known = {sidecar_of(saved.path) for saved in there}
+        sidecars = {sidecar_of(saved.path) for saved in checkpoints}
         for _, path in _files_in(self.folder):
-            if path.endswith(".json") and path not in known and (read_json(path) or {}).get("run") == self.id:
+            if path.endswith(".json") and path not in sidecars and (read_json(path) or {}).get("run") == self.id:
                 remove_file(path)
-        return gone
+        return pruned
 
     def remove(self, saved: SavedState) -> None:
         """Deletes a checkpoint before its sidecar: a sidecar alone is no checkpoint."""
@@ -447,7 +447,7 @@ class RunFolder:
     # Whose files they are
 
     def refuse_others(self, after: int, last: int) -> None:
-        """Raises `Conflict` where a checkpoint of these steps would be written over a file that is not this run's."""
+        """Raises `Conflict` if a checkpoint of these steps would overwrite a file that is not this run's."""
         foreign = []
         for step, path in _files_in(self.folder):
             if not after < step <= last:
@@ -466,7 +466,7 @@ class RunFolder:
             )
 
     def claim(self, name: str) -> None:
-        """Notes another file that the run writes. Raises `Conflict` where one is there, not known to the history."""
+        """Notes another file that the run writes. Raises `Conflict` if it exists and the history does not name it."""
         if any(fact.get("event") == "writes" and fact.get("name") == name for fact in self.history.read()):
             return
         if os.path.lexists(os.path.join(self.folder, name)):
@@ -480,9 +480,9 @@ class RunFolder:
         resumed, and of all its starts together."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         if event in ("start", "resume"):
-            earlier = [fact.get("total_seconds") for fact in self.history.read()]  # up to the last that each noted
-            known = (value for value in reversed(earlier) if isinstance(value, (int, float)))
-            self._clock, self._before = time.monotonic(), next(known, 0.0)
+            earlier = [fact.get("total_seconds") for fact in self.history.read()]  # of each start up to its last event
+            totals = (value for value in reversed(earlier) if isinstance(value, (int, float)))
+            self._clock, self._before = time.monotonic(), next(totals, 0.0)
         if self._clock is not None:
             seconds = time.monotonic() - self._clock
             facts |= {"seconds": round(seconds, 3), "total_seconds": round(self._before + seconds, 3)}
@@ -499,7 +499,7 @@ def _files_in(folder: str) -> list[tuple[int, str]]:
     place, names = os.path.join(folder, CHECKPOINTS), list[str]()
     with _problems(place, "read"), suppress(FileNotFoundError):
         names = os.listdir(place)
-    return sorted((int(found[1]), os.path.join(place, found[0])) for found in map(_FILE.fullmatch, names) if found)
+    return sorted((int(match[1]), os.path.join(place, match[0])) for match in map(_FILE.fullmatch, names) if match)
 
 
 def not_ours(folder: str, names: Sequence[str], elsewhere: str | Command) -> Conflict:
@@ -539,39 +539,39 @@ AHEAD = 8  # pieces in memory of their own that may wait: the writer is held up 
 
 
 class StreamingSha256:
-    """Fed with what is written, in order. A file that was written in another order is read again at the end."""
+    """The sha256 of a file as it is written. A file that was not written in order is read again at the end."""
 
     def __init__(self) -> None:
         self._total = hashlib.sha256()
-        self._at = 0  # how far it has come; -1 after something out of order
+        self._position = 0  # the bytes summed so far; -1 after a write out of order
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sha256")
-        self._kept: deque[Future[None]] = deque()  # those of pieces that live until they are summed
+        self._pending: deque[Future[None]] = deque()  # of pieces that use memory until they are summed
 
     def feed(self, at: int, data: bytes | bytearray | memoryview) -> None:
-        """Takes what is written at byte `at`, which nobody changes afterwards."""
-        if at != self._at:
-            self._at = -1
+        """Takes the data written at byte `at`, which nobody may change afterwards."""
+        if at != self._position:
+            self._position = -1
             return
-        self._at += len(data)
-        if len(self._kept) >= AHEAD:
-            self._kept.popleft().result()
+        self._position += len(data)
+        if len(self._pending) >= AHEAD:
+            self._pending.popleft().result()
         job = self._pool.submit(self._total.update, data)
         if not isinstance(data, memoryview):  # a view of tensors takes no memory, and may wait while the file is synced
-            self._kept.append(job)
+            self._pending.append(job)
 
     def result(self, path: str) -> str:
         """The digest of the file at `path`, in hexadecimal. Raises `FileProblem` where it cannot be read again."""
         self.close()
-        return self._total.hexdigest() if self._at == os.stat(path).st_size else file_digest(path)
+        return self._total.hexdigest() if self._position == os.stat(path).st_size else file_digest(path)
 
     def close(self) -> None:
-        """Waits for what was begun; more is not taken."""
+        """Waits for the work in progress; no more data is taken."""
         self._pool.shutdown(wait=True)
 
 
 @contextmanager
 def _problems(path: str, verb: str) -> Iterator[None]:
-    """Raises what the system refuses as `FileProblem`."""
+    """Turns errors of the system into `FileProblem`."""
     try:
         yield
     except CkptoolError:

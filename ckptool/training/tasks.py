@@ -143,7 +143,7 @@ TASKS = Choice(
     "task",
     "is called without arguments and gives a ckptool.training.tasks.Task",
     {"classify": classify, "regress": regress, "lm": lm, "gan": gan},
-    gives=("a ckptool.training.tasks.Task", lambda made: isinstance(made, Task)),
+    gives=("a ckptool.training.tasks.Task", lambda value: isinstance(value, Task)),
 )
 
 

@@ -1,5 +1,5 @@
 """A run from its configuration to its end: its parts, built in the order that resuming needs (models, optimizers,
-schedules, then state), how they are saved and resumed, and who does so; a checkpoint of one, evaluated; a rehearsal.
+schedules, then state), how they are saved and resumed; the evaluation of a checkpoint; a rehearsal.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from ckptool.training.tasks import Task, load_task
 class Trainer:
     """The parts of a run, and how far it has come. `step` is the number of completed optimizer steps.
 
-    models: as they are saved.  runners: the same, wrapped as the strategy runs them.  updates: what steps each of them.
+    models: as they are saved.  runners: the same, wrapped as the strategy runs them.  updates: the optimizers of each.
     skipped: of the checkpoints that models start from, in words.  loss: the mean over the samples of the last step.
-    best: metric, value and step of the best evaluation.  stale: with `stop.patience`, the metric, the value that has to
-    be improved on, and the count of evaluations in a row that did not.  samples: how many were trained on.
-    pending: the evaluation that is due was not done.  told: what the hooks had to say of this step.
+    best: metric, value and step of the best evaluation.  stale: with `stop.patience`, the metric, the value to improve
+    on, and the count of evaluations in a row that did not.  samples: how many were trained on.
+    pending: an evaluation is due and not done yet.  facts: the numbers of the hooks for the line of this step.
     """
 
     config: Config
@@ -73,16 +73,16 @@ class Trainer:
     best: dict[str, Any] | None = None
     stale: dict[str, Any] | None = None
     pending: bool = False
-    told: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_divided(self) -> bool:
-        """True where every process has a part of each model, and all of them compute it together."""
+        """True if every process has a part of each model, and all of them compute it together."""
         return self.config.strategy == "fsdp"
 
     @property
     def is_stale(self) -> bool:
-        """True when evaluations have not got better for as long as `stop.patience` allows."""
+        """True once evaluations have not improved for as long as `stop.patience` allows."""
         patience = self.config.stop.patience
         return bool(patience and self.stale and self.stale["count"] >= patience)
 
@@ -96,23 +96,23 @@ class Trainer:
     def key(self, kind: str, name: str) -> str:
         """The name by which a part is saved: `model`; with several models `model_NAME`.
 
-        So are those of optimizers and schedulers, where there are several optimizers.
+        The same for optimizers and schedulers, if there are several optimizers.
         """
         several = len(self.optimizers if kind in ("optimizer", "scheduler") else self.models) > 1
         return f"{kind}_{name}" if several else kind
 
     def objects(self, *, trains: bool = True, without: Collection[str] = ()) -> Objects:
-        """What is saved by its `state_dict`. trains: False for what an evaluation needs.
+        """The objects that are saved by their `state_dict`. trains: False for those that an evaluation needs.
 
         without: the optimizers whose schedules are left out.
         """
-        found: dict[str, Any] = {self.key("model", name): each for name, each in self.models.items()}
+        objects: dict[str, Any] = {self.key("model", name): part for name, part in self.models.items()}
         if trains:
-            schedules = {name: each for name, each in self.schedules.items() if name not in without}
-            found |= {self.key("optimizer", name): each for name, each in self.optimizers.items()}
-            found |= {self.key("scheduler", name): each for name, each in schedules.items()}
-            found |= {"scaler": self.scaler} if self.scaler is not None else {}
-        return Objects(found | {self.key("ema", name): each for name, each in self.averages.items()})
+            schedules = {name: part for name, part in self.schedules.items() if name not in without}
+            objects |= {self.key("optimizer", name): part for name, part in self.optimizers.items()}
+            objects |= {self.key("scheduler", name): part for name, part in schedules.items()}
+            objects |= {"scaler": self.scaler} if self.scaler is not None else {}
+        return Objects(objects | {self.key("ema", name): part for name, part in self.averages.items()})
 
     @property
     def place(self) -> dict[str, Any]:
@@ -145,9 +145,9 @@ class Trainer:
 
 
 def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: bool = True) -> Trainer:
-    """A trainer at step 0. Raises `UsageError` for what the configuration asks for and does not exist.
+    """A trainer at step 0. Raises `UsageError` for what the configuration names and does not exist.
 
-    say: called with each note.  fresh: False for one that gets a saved state next, and need not start from another.
+    say: called with each note.  fresh: False for one that is given a saved state next, and needs no other checkpoint.
     """
     data, task = load_data(config.data, config.seed), load_task(config.task)
     if missing := [phase.model for phase in task.phases if phase.model not in config.models]:
@@ -166,11 +166,11 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
             checkpoint_activations(models[name], config.train.activation_checkpoint, say)
         freezing[name] = Freezing(models[name], settings.freeze)
         freezing[name].apply(0)
-        own = {each: found for each, found in config.optim.items() if config.model_of(each) == name}
-        taken = optim.shares(models[name], own, freezing[name].never)
-        made = {each: optim.build_optimizer(models[name], own[each], theirs) for each, theirs in taken.items()}
-        optimizers.update(made)
-        updates[name] = Update(made, own, settings.clip)
+        optims = {key: options for key, options in config.optim.items() if config.model_of(key) == name}
+        shares = optim.shares(models[name], optims, freezing[name].never)
+        built = {key: optim.build_optimizer(models[name], optims[key], theirs) for key, theirs in shares.items()}
+        optimizers.update(built)
+        updates[name] = Update(built, optims, settings.clip)
     for words in skipped:
         say(words)
     trainer = Trainer(
@@ -201,7 +201,7 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
 
 @contextmanager
 def deterministic(how: bool | str) -> Iterator[None]:
-    """Sets torch's switches so that the same step gives the same bits; sets them back for whoever calls this."""
+    """Sets torch's switches so that the same step gives the same bits, and sets them back afterwards."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
     if how:
@@ -216,7 +216,7 @@ def deterministic(how: bool | str) -> Iterator[None]:
 
 
 def gathered(trainer: Trainer, place: dict[str, Any] | None = None) -> dict[str, Any]:
-    """All that is saved after the last step. place: in the data, where the next batch may have been fetched since."""
+    """All that is saved after the last step. place: in the data before the next batch, if that was fetched since."""
     tree = {"epoch": trainer.epoch, "step": trainer.step, "loss": trainer.loss, **trainer.objects().state({})}
     del tree["kinds"]  # which the configuration has
     tree["rng_state"] = {"seed": trainer.config.seed, "derived_from": "seed, step, micro-step, rank"}
@@ -225,13 +225,13 @@ def gathered(trainer: Trainer, place: dict[str, Any] | None = None) -> dict[str,
     if trainer.stale is not None:
         tree["stale"] = dict(trainer.stale)
     if trainer.pending:
-        tree |= {"pending": "evaluation"} | ({"hooks": trainer.told} if trainer.told else {})
+        tree |= {"pending": "evaluation"} | ({"hooks": trainer.facts} if trainer.facts else {})
     tree["config"] = recorded(trainer.config.dumped())
     return tree
 
 
 def restore(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
-    """Gives a trainer that was just built the state of a checkpoint. Raises `Conflict` naming what does not fit.
+    """Restores the state of a checkpoint in a newly built trainer. Raises `Conflict` naming what does not fit.
 
     An optimizer whose learning rate or schedule was changed goes on with that, as if it had always been so.
     """
@@ -246,16 +246,16 @@ def restore(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
     trainer.step, trainer.loss, trainer.best = tree["step"], tree["loss"], tree["best"]
     trainer.stale = tree.get("stale") if trainer.config.stop.patience else None
     trainer.samples = tree["data_state"]["samples"]
-    trainer.pending, trainer.told = "pending" in tree, dict(tree.get("hooks", ()))
+    trainer.pending, trainer.facts = "pending" in tree, dict(tree.get("hooks", ()))
     trainer.data.position = tree["data_state"].get("stream")
     for name in changed:
-        for group, given in zip(trainer.optimizers[name].param_groups, options[name], strict=True):
-            group.update(given)
+        for group, values in zip(trainer.optimizers[name].param_groups, options[name], strict=True):
+            group.update(values)
         settings, old = trainer.config.optim[name].schedule, before[name]["schedule"]
         if settings is None or settings.follows_evaluation:
             continue
         count = trainer.step // (1 if settings.per == "step" else trainer.steps_per_epoch)
-        if old is not None and old["per"] == settings.per:  # which did not count steps that were left out
+        if old is not None and old["per"] == settings.per:  # the old one did not count skipped steps
             count = tree[trainer.key("scheduler", name) + SUFFIX].get("last_epoch", count)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the optimizer does not step meanwhile
@@ -270,25 +270,25 @@ def start(
     config: Config,
     *,
     resume: str = "never",
-    asked: Sequence[str] = (),
+    assignments: Sequence[str] = (),
     progress: Progress | None = None,
     say: Say | None = None,
 ) -> Outcome:
     """Trains the run that a configuration names: from the beginning, or from its newest whole checkpoint.
 
-    resume: `never` refuses an existing run, `auto` starts or goes on, `must` refuses a new one.  asked: what was
+    resume: `never` refuses an existing run, `auto` starts or resumes, `must` refuses a new one.  assignments: those of
     `--set`.  say: called with each note.  Raises `Conflict`, `NoneValid`, `UsageError`, or what building and saving do.
     """
-    there = is_run(config.run)
-    if resume == "must" and not there:
-        recorded_config(config.run)  # says what is missing
+    exists = is_run(config.run)
+    if resume == "must" and not exists:
+        recorded_config(config.run)  # raises, naming what is missing
     with (
         world_of(config) as world,
         name_culprits(),
         deterministic(config.deterministic),
         stopping(config.stop.signals, Stopping(config.stop.after)) as stop,
     ):
-        folder = _opened(config, there and resume != "never", asked, world)
+        folder = _opened(config, exists and resume != "never", assignments, world)
         try:
             say = say if say and world.is_first else lambda text: None
             return _trained(config, folder, world, stop, progress, say)
@@ -299,7 +299,7 @@ def start(
 def _trained(
     config: Config, folder: RunFolder, world: World, stop: Stopping, progress: Progress | None, say: Say
 ) -> Outcome:
-    """Trains to the end. What is made here is gone before the processes part: else DDP would wait for them for ever."""
+    """Trains to the end. Objects made here are freed before the processes part: else DDP would wait for ever."""
     hooks = Hooks(config.hooks, progress if world.is_first else None)
     trainer = build(config, world, say, fresh=not folder.all())
     run = TrainerRun(trainer, folder, stop, say)
@@ -311,26 +311,26 @@ def _trained(
 def resume(
     folder: str, changes: Sequence[str] = (), *, progress: Progress | None = None, say: Say | None = None
 ) -> Outcome:
-    """Goes on with a run where it stopped, with `KEY=VALUE` changes of what may change."""
+    """Resumes a run where it stopped, with `KEY=VALUE` changes of keys that may change."""
     _, before = recorded_config(folder)
     config = configfile.changed({**before.dumped(), "run": folder}, changes, os.path.join(folder, CONFIG))
-    return start(config, resume="must", asked=changes, progress=progress, say=say)
+    return start(config, resume="must", assignments=changes, progress=progress, say=say)
 
 
-def _opened(config: Config, goes_on: bool, asked: Sequence[str], world: World) -> RunFolder:
-    """The run's folder. Raises `Conflict` where it is not to go on, or cannot with this configuration."""
+def _opened(config: Config, goes_on: bool, assignments: Sequence[str], world: World) -> RunFolder:
+    """The run's folder. Raises `Conflict` if the run may not be resumed, or not with this configuration."""
     if goes_on:
-        world.first(lambda: refuse_fixed(changes(recorded_config(config.run)[1], config), asked, config.run))
+        world.first(lambda: refuse_fixed(changes(recorded_config(config.run)[1], config), assignments, config.run))
     return run_folder.opened(config.run, config.dumped(), retention_of(config), world, goes_on=goes_on)
 
 
 class TrainerRun(Run):
-    """`ckptool.Run` for a trainer: what a configuration describes in place of a script.
+    """`ckptool.Run` for a trainer, whose loop a configuration describes in place of a script.
 
     Randomness is derived from the seed and the place, so none of it is saved.
 
-    length: how far the loop goes; may be changed on the way.  metrics: of the evaluation after this step.
-    outcome: when it has ended.
+    length: the steps of the loop; may change on the way.  metrics: of the evaluation after this step.
+    outcome: set at the end.
     """
 
     folder: RunFolder
@@ -360,24 +360,24 @@ class TrainerRun(Run):
         return self._stop.begin()
 
     def loop(self) -> Generator[tuple[int, Any]]:
-        """The number of each step that is to be taken, and its batches."""
+        """The number of each remaining step, and its batches."""
         with suppress(_Left):
             if (self.trainer.pending or self.step < self.length["steps"]) and self.world.any_rank(self.stopping):
                 self._leave(stopped=True)
             yield from self._flat(lambda: self.trainer.data.stream(self.trainer), self.length)
 
     def save_now(self) -> None:
-        """Saves the state after the last step in the middle of the loop, unless that was done."""
+        """Saves the state after the last step in the middle of the loop, unless it is saved already."""
         if self._saver.step != self.step:
-            self._commit(self._unreached or self._point())  # of a commit that failed: a batch was fetched since
+            self._commit(self._unreached or self._point())  # a batch was fetched after a commit that failed
             self._saver.wait()
 
     def _restore(self, saved: SavedState) -> None:
         trainer, sidecar = self.trainer, saved.sidecar or {}
         restore(trainer, loaded(saved.path, self.objects.in_parts), saved.path)
         self.step = trainer.step
-        known = sidecar.get("environment")
-        before, now = known if isinstance(known, dict) else {}, environment(trainer.world.size, trainer.world.device)
+        facts = sidecar.get("environment")
+        before, now = facts if isinstance(facts, dict) else {}, environment(trainer.world.size, trainer.world.device)
         keys = [key for key in ("torch", "device", "threads", "world") if before.get(key) not in (None, now[key])]
         if keys:
             crossed = ", ".join(f"{key} {before[key]} → {now[key]}" for key in keys)
@@ -395,8 +395,8 @@ class TrainerRun(Run):
         for name in (config.profile.trace, config.profile.table) if config.profile is not None else ():
             folder.claim(name)
         _, before = recorded_config(folder.folder)
-        found = {change.key: [change.before, change.after] for change in changes(before, config)}
-        if noted := {key: values for key, values in found.items() if key != "run"}:
+        changed = {change.key: [change.before, change.after] for change in changes(before, config)}
+        if noted := {key: values for key, values in changed.items() if key != "run"}:
             folder.note(CHANGED, changes=noted, config=config.dumped())
         facts = {key: value for key, value in (("changed", self._changed), ("skipped", trainer.skipped)) if value}
         super()._note_begin(**facts)
@@ -410,7 +410,7 @@ class TrainerRun(Run):
     def _facts(self, point: Point) -> dict[str, Any]:
         self.loss = self.trainer.loss
         how = {"config": self.trainer.config.dumped(), "fingerprint": self.fingerprint}
-        # Before its evaluation is done, a step is saved only to stop: it is saved again after that, with its metrics.
+        # Before its evaluation, a step is saved only to stop: it is saved again afterwards, with its metrics.
         return super()._facts(point) | how | ({"stop": True} if self.trainer.pending else {})
 
     def _measure(self) -> None:
@@ -453,26 +453,26 @@ def fingerprint(config: Config, data: Samples) -> dict[str, Any]:
     that they are in, which is the same wherever the run goes on.
     """
     files = ((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
-    loaded = {name: absolute(file) for name, file in files if file}
+    paths = {name: absolute(file) for name, file in files if file}
     code: dict[str, str] = {}
     for place in {name.rpartition(":")[0] for name in code_names(config.dumped())}:
-        top = absolute(place) if place.endswith(".py") else loaded.get(place.partition(".")[0], "")
+        top = absolute(place) if place.endswith(".py") else paths.get(place.partition(".")[0], "")
         folder = os.path.dirname(top.removesuffix(os.sep + "__init__.py")) + os.sep
-        theirs = {path for path in loaded.values() if top and path.startswith(folder) and is_theirs(path)}
+        theirs = {path for path in paths.values() if top and path.startswith(folder) and is_theirs(path)}
         code |= {path.removeprefix(folder): file_digest(path) for path in theirs}
-    return {"code": dict(sorted(code.items())), "samples": data.train_count + len(data.held)}
+    return {"code": dict(sorted(code.items())), "samples": data.train_count + len(data.held_out)}
 
 
 def differences(before: Any, now: dict[str, Any]) -> list[str]:
-    """The changes since then, in words; files that are only in one of the two do not count."""
+    """The changes from one fingerprint to another, in sentences; files that only one of them has do not count."""
     if not isinstance(before, dict):
         return []
     old, new = before.get("code"), now["code"]
     changed = [name for name in new if isinstance(old, dict) and old.get(name, new[name]) != new[name]]
-    found = [f"{listed([printable(name) for name in changed])} changed"] if changed else []
+    sentences = [f"{listed([printable(name) for name in changed])} changed"] if changed else []
     if before.get("samples", now["samples"]) != now["samples"]:
-        found.append(f"the number of samples is {now['samples']:,}, and was {before['samples']!s:.20}")
-    return found
+        sentences.append(f"the number of samples is {now['samples']:,}, and was {before['samples']!s:.20}")
+    return sentences
 
 
 # Evaluation -----------------------------------------------------------------------------------------------------------
@@ -485,23 +485,23 @@ def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | No
 
     checkpoint: its step, `best` or `newest`; None: the best, where there is one.
     """
-    number, config = recorded_config(folder)
+    run_id, config = recorded_config(folder)
     strategy = config.strategy if config.split is not None else "single"
     values = {**config.dumped(), "run": folder, "strategy": strategy}
     config = configfile.changed(values, changes, os.path.join(folder, CONFIG))
-    there = RunFolder(folder, number).all()
-    rules = replace(retention_of(config), last=0, best=1, every=0).reasons(there)
-    found = {str(saved.step): saved for saved in there}
-    for saved in there:
-        found |= {name: saved for name in (BEST, NEWEST) if name in rules.get(saved.step, ())}
-    wanted = str(checkpoint) if checkpoint is not None else BEST if BEST in found else NEWEST
-    if wanted not in found:
+    checkpoints = RunFolder(folder, run_id).all()
+    rules = replace(retention_of(config), last=0, best=1, every=0).reasons(checkpoints)
+    choices = {str(saved.step): saved for saved in checkpoints}
+    for saved in checkpoints:
+        choices |= {name: saved for name in (BEST, NEWEST) if name in rules.get(saved.step, ())}
+    choice = str(checkpoint) if checkpoint is not None else BEST if BEST in choices else NEWEST
+    if choice not in choices:
         raise UsageError(
-            f"{folder} has no checkpoint {wanted}",
-            f"Available: {listed(list(found), 12)}." if found else "It has none.",
+            f"{folder} has no checkpoint {choice}",
+            f"Available: {listed(list(choices), 12)}." if choices else "It has none.",
         )
-    saved = check(found[wanted], config.save.verify)
-    chosen = {BEST: f"the best {config.eval.metric}", NEWEST: NEWEST}.get(wanted, "")
+    saved = check(choices[choice], config.save.verify)
+    chosen = {BEST: f"the best {config.eval.metric}", NEWEST: NEWEST}.get(choice, "")
     with name_culprits(), deterministic(config.deterministic), world_of(config) as world:
         trainer = build(config, world, fresh=False)
         objects = trainer.objects(trains=False)
@@ -533,8 +533,8 @@ def rehearse(config: Config) -> Rehearsal:
     ):
         path = world.broadcast(folder)
 
-        def with_run(name: str, **more: Any) -> Config:
-            return configfile.checked({**config.dumped(), "run": os.path.join(path, name), **more}, "run.yaml")
+        def with_run(name: str, **sections: Any) -> Config:
+            return configfile.checked({**config.dumped(), "run": os.path.join(path, name), **sections}, "run.yaml")
 
         config = with_run("run")
         trainer = build(config, world)
@@ -542,15 +542,15 @@ def rehearse(config: Config) -> Rehearsal:
         saved, saving = _saved(trainer, _opened(config, False, (), world))
         world.first(lambda: shutil.copytree(config.run, os.path.join(path, "again")) and None)
         config = with_run("again")
-        again, _ = _saved(build(config, world), _opened(config, True, (), world))
-        if described(files_of(saved.path)) != described(files_of(again.path)):
+        resaved, _ = _saved(build(config, world), _opened(config, True, (), world))
+        if described(files_of(saved.path)) != described(files_of(resaved.path)):
             from ckptool.analysis.diff import diff_files
 
-            changed = diff_files(saved.path, again.path).changed
+            changed = diff_files(saved.path, resaved.path).changed
             where = f" in {printable(changed[0].address)}" if changed else ""
             raise Corrupt(f"the reloaded state differs{where}", "A run would not resume as it stopped.")
         if trainer.eval_every:
-            remember(trainer, measured(trainer, most=1) or {})  # refuses a metric that the task does not give
+            remember(trainer, measured(trainer, limit=1) or {})  # refuses a metric that the task does not give
         without = None
         if config.train.activation_checkpoint is not None:
             train = {**config.dumped()["train"], "activation_checkpoint": None}
@@ -558,7 +558,7 @@ def rehearse(config: Config) -> Rehearsal:
         return Rehearsal(
             parameters={name: sum(p.numel() for p in model.parameters()) for name, model in trainer.models.items()},
             train_samples=trainer.data.train_count,
-            val_samples=len(trainer.data.held),
+            val_samples=len(trainer.data.held_out),
             steps=trainer.total_steps,
             loss=trainer.loss or 0.0,
             step_seconds=seconds,
@@ -571,7 +571,7 @@ def rehearse(config: Config) -> Rehearsal:
 
 
 def _saved(trainer: Trainer, folder: RunFolder) -> tuple[SavedState, float]:
-    """The checkpoint of a trainer in a run, from whose newest it goes on; and the seconds that the save took."""
+    """The checkpoint that a trainer saves in a run, resumed from its newest, and the seconds that saving took."""
     with TrainerRun(trainer, folder, Stopping(), lambda text: None) as run:
         began = time.perf_counter()
         run.save()
@@ -580,8 +580,8 @@ def _saved(trainer: Trainer, folder: RunFolder) -> tuple[SavedState, float]:
 
 
 def _rehearsed_step(trainer: Trainer) -> tuple[int, float]:
-    """Takes a step; returns the bytes of activations that it kept, and its seconds."""
+    """The bytes of activations that a step of the trainer kept, and its seconds."""
     began = time.perf_counter()
-    with kept_bytes() as kept:
+    with kept_bytes() as activations:
         one_step(trainer, next(trainer.data.stream(trainer)), Hooks([]))
-    return kept.bytes, time.perf_counter() - began
+    return activations.bytes, time.perf_counter() - began

@@ -1,9 +1,9 @@
-"""Rules that make one checkpoint's tensors of another's: found by value, then by names and shapes, and proved.
+"""Rules that make one checkpoint's tensors from another's: found by value, then by names and shapes, and proved.
 
-In this order: tensors that one or several of the other side add up to, whatever the order of their values; then the
-rest by names, first among equal values, then among equal shapes. A tensor that is split is found from the other side,
-as one that is joined, and its operations are inverted. Which tensors may be which, sums of values tell; whatever they
-suggest is confirmed by bytes, and at last all rules are applied and everything is compared.
+First come tensors that one or several of the other side add up to, in whatever order their values are; then the rest
+by names, first among equal values, then among equal shapes. A tensor that is split is found from the other side, as
+one that is joined, and its operations are inverted. Sums of values tell which tensors may correspond; every match is
+confirmed by bytes, and in the end all rules are applied and everything is compared.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from ckptool.transforms.suggest import (
 )
 from ckptool.transforms.translate.apply import DROP, after_chain, plan_steps
 
-TRIES = 4_000_000  # of a rule on a key, when all rules are applied, and of groups: what goes beyond has no rule
-MOST_TRIES = 600  # of operations for tensors of some shapes
+TRIES = 4_000_000  # of a rule on a key, when all rules are applied, and of groups; beyond that no rules are found
+MOST_TRIES = 600  # of operations for tensors of given shapes
 MOST_ORDERED = 4  # tensors that are tried in every order
-MOST_TOKENS = 64  # of a name, dots among them, in which words may differ: no model's has as many
-MOST_WORDS = 16  # of which two, three or all are tried
+MOST_TOKENS = 64  # of a name in which words may differ, dots included: no model has as many
+MOST_WORDS = 16  # that differ; two, three or all of them are tried together
 SHOWN = 6
 
 Entries = Mapping[str, TensorEntry]
 Part = tuple[str, tuple[str, ...]]
-"""A name, and the keys that it stands for: itself, or with `STACK` for a number from zero, those that are stacked."""
+"""A name, and the keys that it stands for: itself; or, with `STACK` for a number from zero, the stacked ones."""
 
 # Groups --------------------------------------------------------------------------------------------------------------
 
@@ -69,14 +69,14 @@ _TOKENS = re.compile(f"[0-9]+|[._]|[{HOLE}{STACK}]|[^0-9._{HOLE}{STACK}]+")
 
 
 def groups(keys: Iterable[str], vary: int) -> Iterator[list[tuple[Part, ...]]]:
-    """Parts that may be put together, for each choice of the other numbers of their names: single ones, those that are
-    numbered, and then those whose names differ in a word, whose order says nothing.
+    """Parts that may be joined, a tuple for each choice of the other numbers in their names: single parts, numbered
+    ones, and then those whose names differ in a word, in no order that means anything.
 
     vary: how many of their numbers vary at most.
     """
-    found: dict[str, dict[Numbers, Part]] = {}
+    parts_by_text: dict[str, dict[Numbers, Part]] = {}
     for family in families(dict.fromkeys(keys), vary):
-        found[family.text] = {numbers: (key, (key,)) for numbers, key in family.keys.items()}
+        parts_by_text[family.text] = {numbers: (key, (key,)) for numbers, key in family.keys.items()}
         pieces = family.text.split(HOLE)
         for place in range(len(pieces) - 1):
             rows: dict[Numbers, dict[str, str]] = defaultdict(dict)
@@ -84,44 +84,44 @@ def groups(keys: Iterable[str], vary: int) -> Iterator[list[tuple[Part, ...]]]:
                 rows[(*numbers[:place], *numbers[place + 1 :])][numbers[place]] = key
             if all([*map(str, range(len(row)))] == [*row] for row in rows.values()):
                 text = STACK.join(HOLE.join(half) for half in (pieces[: place + 1], pieces[place + 1 :]))
-                found[text] = {at: (filled(text, at), (*row.values(),)) for at, row in rows.items()}
-    for parts in found.values():
+                parts_by_text[text] = {at: (filled(text, at), (*row.values(),)) for at, row in rows.items()}
+    for parts in parts_by_text.values():
         yield [(part,) for part in parts.values()]
-    tokens_of = {text: tokens for text in found if len(tokens := _TOKENS.findall(text)) <= MOST_TOKENS}
-    for place in range(max(map(len, tokens_of.values()), default=0)):  # one after the other, for the sake of memory
-        alike: dict[object, list[dict[Numbers, Part]]] = defaultdict(list)  # of names that differ here
+    tokens_of = {text: tokens for text in parts_by_text if len(tokens := _TOKENS.findall(text)) <= MOST_TOKENS}
+    for place in range(max(map(len, tokens_of.values()), default=0)):  # one at a time, to save memory
+        siblings: dict[object, list[dict[Numbers, Part]]] = defaultdict(list)  # with names that differ at this place
         for text, tokens in tokens_of.items():
             if place < len(tokens) and tokens[place] not in (HOLE, STACK):
-                members = frozenset((at, len(keys)) for at, (_, keys) in found[text].items())
-                alike["".join(tokens[:place]), "".join(tokens[place + 1 :]), members].append(found[text])
-        for some in (each for each in alike.values() if len(each) <= MOST_WORDS):
-            for first, *others in (chosen for size in sorted({2, 3, len(some)}) for chosen in combinations(some, size)):
+                members = frozenset((at, len(keys)) for at, (_, keys) in parts_by_text[text].items())
+                siblings["".join(tokens[:place]), "".join(tokens[place + 1 :]), members].append(parts_by_text[text])
+        for words in (words for words in siblings.values() if len(words) <= MOST_WORDS):
+            for first, *others in (combo for size in sorted({2, 3, len(words)}) for combo in combinations(words, size)):
                 yield [(part, *(other[at] for other in others)) for at, part in first.items()]
 
 
 # Operations ----------------------------------------------------------------------------------------------------------
 
 Way = tuple[str, tuple[int, ...]]
-"""A chain of operations, and the order of the words that it is for."""
+"""A chain of operations, and the order of the words that it takes."""
 
 
 def applied(chain: str, columns: Sequence[Sequence[TensorEntry]]) -> TensorEntry | None:
-    """One tensor of those of each word and number; None where they do not fit."""
+    """The tensor that a chain makes from those of each word and number; None where they do not fit."""
     rows = [list(row) for row in zip(*columns, strict=True)]
     values: dict[Overs, list[TensorEntry]] = {((STACKED, number),): row for number, row in enumerate(rows)}
     try:
         operations = [parse_operation(op) for op in chain.split(" | ") if op]
-        done, _ = after_chain(
+        results, _ = after_chain(
             operations, values if len(rows) > 1 else {(): rows[0]}, lambda size: size.value(lambda name: None)
         )
     except CkptoolError:
         return None
-    only = [tensor for tensors in done.values() for tensor in tensors]
-    return only[0] if len(only) == 1 else None
+    outputs = [tensor for tensors in results.values() for tensor in tensors]
+    return outputs[0] if len(outputs) == 1 else None
 
 
 def _ways(shapes: Sequence[tuple[int, ...]], count: int) -> Iterator[Way]:
-    """Chains in every order of the words, the plainest chain first."""
+    """Chains with every order of the words, the simplest chain first."""
     natural = tuple(range(len(shapes)))
     orders = [*permutations(natural)] if len(shapes) <= MOST_ORDERED else [natural]
     for chains in zip(*(_chains([shapes[at] for at in order], count) for order in orders), strict=True):
@@ -129,14 +129,14 @@ def _ways(shapes: Sequence[tuple[int, ...]], count: int) -> Iterator[Way]:
 
 
 def _chains(shapes: Sequence[tuple[int, ...]], count: int) -> Iterator[str]:
-    """Operations that put tensors of these shapes together, or reorder the only one; the plainest first."""
+    """Chains that join tensors of these shapes, or reorder a single one; the simplest first."""
     shape, rank = shapes[0], len(shapes[0])
     if len(shapes) == count == 1:
         yield ""
         yield from ["transpose"] if rank > 1 else []
         yield from (f"transpose {a} {b}" for a, b in combinations(range(rank), 2) if rank > 2)
         yield from (f"permute {' '.join(map(str, order))}" for order in permutations(range(rank)) if 2 < rank < 5)
-        for axis, size in enumerate(shape):  # rows in another order: rotary halves, columns that take turns, blocks
+        for axis, size in enumerate(shape):  # rows in another order: rotary halves, interleaved columns, blocks
             divisors = _divisors(size)
             heads = [number for number in divisors if axis == 0 and size % (2 * number) == 0]
             yield from (f"{op} {number}" for number in heads for op in ("rope", "unrope"))
@@ -148,23 +148,23 @@ def _chains(shapes: Sequence[tuple[int, ...]], count: int) -> Iterator[str]:
                 yield f"{apart} | flatten {axis} [{number}, {inner}, {parts}]"
         return
     for before in ("", "transpose | ") if rank > 1 else ("",):
-        joins = list(_joins([each[::-1] if before and rank == 2 else each for each in shapes])) or [""]
+        joins = list(_joins([sizes[::-1] if before and rank == 2 else sizes for sizes in shapes])) or [""]
         stacks = [f"stack {axis} over {STACKED}" for axis in range(rank + 1)] if count > 1 else [""]
         joins += [f"stack {axis}" for axis in range(rank + 1)] if count == 1 else []
         yield from (before + " | ".join(filter(None, [join, stack])) for join in joins for stack in stacks)
 
 
 def _joins(shapes: Sequence[tuple[int, ...]]) -> Iterator[str]:
-    """Operations that put tensors side by side: as they are, or in turns of groups (of heads, of single rows)."""
+    """Chains that concatenate tensors: as they are, or interleaved in groups (of heads, of single rows)."""
     for axis in range(len(shapes[0]) if len(shapes) > 1 else 0):
         sizes = [shape[axis] for shape in shapes]
         for number in _divisors(gcd(*sizes)):
-            each = [size // number for size in sizes]
-            parts = f" {each}" if len({*each}) > 1 else ""
+            widths = [size // number for size in sizes]
+            named = f" {widths}" if len({*widths}) > 1 else ""
             if number == 1:
-                yield f"cat {axis}{parts}"
+                yield f"cat {axis}{named}"
             else:
-                yield f"unflatten {axis} [{number}, -1] | cat {axis + 1}{parts} | flatten {axis} [{number}, -1]"
+                yield f"unflatten {axis} [{number}, -1] | cat {axis + 1}{named} | flatten {axis} [{number}, -1]"
 
 
 @cache
@@ -174,8 +174,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def _reshaping(have: Sequence[int], want: Sequence[int]) -> str | None:
-    """The operations that give a tensor a shape: dimensions of size 1, the last two exchanged, or any; None for
-    another number of values."""
+    """The operations from one shape to another: dimensions of size 1, the last two exchanged, or any reshape; None
+    where the number of values differs."""
     if have == want:
         return ""
     if [size for size in have if size != 1] == [size for size in want if size != 1]:
@@ -190,9 +190,9 @@ def _reshaping(have: Sequence[int], want: Sequence[int]) -> str | None:
 
 
 def fingerprint(entry: TensorEntry) -> int:
-    """What a tensor's values are, whatever their order: each becomes a 64-bit number, and their sum is the tensor's.
+    """A fingerprint of a tensor's values, whatever their order: the sum of a 64-bit hash of each.
 
-    A transposed tensor has that of the first one, and three together that of the one they were cut from. Reads it once.
+    A transposed tensor keeps its fingerprint, and those of three parts add up to that of the whole. Reads it once.
     """
     total = 0
 
@@ -214,8 +214,8 @@ def fingerprint(entry: TensorEntry) -> int:
 
 def is_same(one: TensorEntry, other: TensorEntry) -> bool:
     """True for the same type, shape and bytes."""
-    alike = one.dtype is other.dtype and one.shape == other.shape
-    return alike and same_bytes(resolved(one).row_major(), resolved(other).row_major())
+    is_alike = one.dtype is other.dtype and one.shape == other.shape
+    return is_alike and same_bytes(resolved(one).row_major(), resolved(other).row_major())
 
 
 # The search ----------------------------------------------------------------------------------------------------------
@@ -223,27 +223,27 @@ def is_same(one: TensorEntry, other: TensorEntry) -> bool:
 
 class ValueSearch:
     """The links between two sides. free: keys of each side that have none yet.  alike: old keys whose values others
-    have as well, so that only their names, which are not the same, tell which is which."""
+    have as well, so that only their names, which differ from the new ones, tell them apart."""
 
     def __init__(self, *sides: Entries) -> None:
         self.sides = sides
         self.links: list[Link] = []
         self.alike: set[str] = set()
-        self._ways: dict[object, tuple[list[Way], bool]] = {}  # by shapes: the last that did, and whether to try others
+        self._ways: dict[object, tuple[list[Way], bool]] = {}  # by shapes: what worked last, and whether to try others
         views = {entry.view: entry for side in sides for entry in side.values()}  # tied tensors are read once
         prints = {view: fingerprint(entry) for view, entry in views.items()}
         self.prints = [{key: prints[entry.view] for key, entry in side.items()} for side in sides]
         self.free = [{key: None for key in side if key and is_plain(key)} for side in sides]
 
     def run(self) -> None:
-        """Finds all of them."""
+        """Finds all links."""
         for vary in range(len(VARIABLES), -1, -1):
             self._join(False, vary)
             self._join(True, vary)
         for link in self.links:
             self._extend(link)
-        # By names: of those that have the same values, whose sum as one more size is what the search takes for a shape,
-        # and then of those that have equal shapes.
+        # By names: first among tensors with the same values, whose sum stands as one more size in the shape that the
+        # search sees, then among tensors with equal shapes.
         for by_value in (True, False):
             traits: list[dict[str, Trait]] = [
                 {key: (*side[key].shape, prints[key]) if by_value else side[key].shape for key in free}
@@ -267,12 +267,12 @@ class ValueSearch:
     def _accept(self, link: Link) -> None:
         self.links.append(link)
         names = {name for goal in link.goals.values() for name in goal[1:]}
-        for free, gone in zip(self.free, (link.goals.keys(), names), strict=True):
-            for name in gone:
+        for free, taken in zip(self.free, (link.goals.keys(), names), strict=True):
+            for name in taken:
                 free.pop(name, None)
 
     def _join(self, splits: bool, vary: int) -> None:
-        """Finds tensors that one or several of the other side add up to."""
+        """Finds tensors whose values one or several of the other side add up to."""
         prints, wholes = self.prints[splits], self.free[not splits]
         counts = Counter(self.prints[not splits][key] for key in wholes)
         totals = {total: key for key in wholes if counts[total := self.prints[not splits][key]] == 1}
@@ -282,28 +282,28 @@ class ValueSearch:
             uses = []
             for parts in group:
                 names, keys = zip(*parts, strict=True)
-                use = Pairing(names, tuple(key for each in keys for key in each), "")
-                if (one := totals.get(sum(prints[key] for key in use.keys) % 2**64)) is not None:
-                    uses.append(use._replace(whole=one))
-                    claims[one].add(frozenset(use.keys))
+                use = Pairing(names, tuple(key for part_keys in keys for key in part_keys), "")
+                if (whole := totals.get(sum(prints[key] for key in use.keys) % 2**64)) is not None:
+                    uses.append(use._replace(whole=whole))
+                    claims[whole].add(frozenset(use.keys))
             if 2 * len(uses) > len(group) and len({use.whole for use in uses}) == len(uses):
                 hopeful.append(uses)
-        ours, whole = self.sides[splits], self.sides[not splits]
-        for uses in hopeful:  # each is accepted where operations are found that say so
+        ours, theirs = self.sides[splits], self.sides[not splits]
+        for uses in hopeful:  # accepted where operations are found that prove it
             free = self.free[splits].keys()
             uses = [u for u in uses if len(claims[u.whole]) == 1 and u.whole in wholes and free >= {*u.keys}]
             columns = []
             for use in uses:
                 count, keys = len(use.keys) // len(use.names), use.keys
                 columns.append([[ours[key] for key in keys[at : at + count]] for at in range(0, len(keys), count)])
-            tried = (self._way(each, whole[use.whole]) for each, use in zip(columns, uses, strict=True))
-            if (way := next(filter(None, tried), None)) is None:
+            ways = (self._way(column, theirs[use.whole]) for column, use in zip(columns, uses, strict=True))
+            if (way := next(filter(None, ways), None)) is None:
                 continue
             chain, order = way
             proved = []
-            for each, use in zip(columns, uses, strict=True):
-                made = applied(chain, [each[at] for at in order])
-                if made is not None and is_same(made, whole[use.whole]):
+            for column, use in zip(columns, uses, strict=True):
+                result = applied(chain, [column[at] for at in order])
+                if result is not None and is_same(result, theirs[use.whole]):
                     proved.append(use._replace(names=tuple(use.names[at] for at in order)))
             if (link := link_of(proved, chain, splits)) is not None:
                 self._accept(link)
@@ -311,39 +311,39 @@ class ValueSearch:
                     self.free[splits].pop(key, None)
 
     def _extend(self, link: Link) -> None:
-        """Adds to a link with operations what else its rules make right: tensors whose values others have, too."""
+        """Extends a link with operations by what else its rules make correctly: tensors whose values others share."""
         (old, new), (free, missing) = self.sides, self.free
         for text in candidates(link) if link.chain else ():
             try:
                 for step in steps_of(parse_rules(text), free)[0]:
-                    done = plan_steps(Translation((step.rule,)), {key: old[key] for key in step.keys})
-                    done.carry_out(DROP)
-                    if all(name in missing and is_same(one, new[name]) for name, one in done.items.items()):
+                    plan = plan_steps(Translation((step.rule,)), {key: old[key] for key in step.keys})
+                    plan.carry_out(DROP)
+                    if all(name in missing and is_same(entry, new[name]) for name, entry in plan.items.items()):
                         link.goals.update(goals_of([step]))
-                        for side, names in ((free, step.keys), (missing, done.items)):
+                        for side, names in ((free, step.keys), (missing, plan.items)):
                             for name in names:
                                 side.pop(name, None)
-            except CkptoolError:  # some of what belongs together is not there
+            except CkptoolError:  # some of the tensors that belong together are missing
                 continue
 
-    def _way(self, columns: Sequence[Sequence[TensorEntry]], whole: TensorEntry) -> Way | None:
-        """The operations that make one tensor of others, by bytes, and the order of their words."""
-        shapes = tuple(column[0].shape for column in columns), len(columns[0]), whole.shape
-        known, has_more = self._ways.get(shapes, ([], True))
-        for chain, order in (*known, *islice(_ways(*shapes[:2]), MOST_TRIES * has_more)):
+    def _way(self, columns: Sequence[Sequence[TensorEntry]], target: TensorEntry) -> Way | None:
+        """The operations that make one tensor from others, compared by bytes, and the order of their words."""
+        shapes = tuple(column[0].shape for column in columns), len(columns[0]), target.shape
+        ways, has_more = self._ways.get(shapes, ([], True))
+        for chain, order in (*ways, *islice(_ways(*shapes[:2]), MOST_TRIES * has_more)):
             parts = [columns[at] for at in order]
-            made = applied(chain, parts)
-            after = _reshaping(made.shape, whole.shape) if made is not None else None
-            both = " | ".join(filter(None, [chain, after]))
-            if after is not None and (done := applied(both, parts)) is not None and is_same(done, whole):
-                self._ways[shapes] = [(both, order)], has_more
-                return both, order
-        self._ways[shapes] = known, False
+            result = applied(chain, parts)
+            reshaping = _reshaping(result.shape, target.shape) if result is not None else None
+            combined = " | ".join(filter(None, [chain, reshaping]))
+            if reshaping is not None and (fitted := applied(combined, parts)) is not None and is_same(fitted, target):
+                self._ways[shapes] = [(combined, order)], has_more
+                return combined, order
+        self._ways[shapes] = ways, False
         return None
 
 
 def _in_order(keys: Mapping[str, Trait]) -> Iterator[tuple[Trait, str]]:
-    """The keys with what they have, family by family: of names that differ in one number."""
+    """The keys with their traits, family by family: names that differ in one number."""
     for family in families(keys, 1):
         yield from zip(family.traits, family.keys.values(), strict=True)
 
@@ -352,9 +352,9 @@ def _in_order(keys: Mapping[str, Trait]) -> Iterator[tuple[Trait, str]]:
 
 
 class FoundRule(NamedTuple):
-    """A rule and what it makes. tensors: how many.  by_value: those with the bytes of the other checkpoint's.
+    """A rule and what it makes. tensors: how many.  by_value: of them, those with the other checkpoint's bytes.
 
-    alike: those among them whose bytes other tensors have as well, so that names or their order tell which is which.
+    alike: of those, tensors whose bytes others have as well, so that only names or their order tell them apart.
     """
 
     text: str
@@ -431,12 +431,12 @@ class FoundRules(Report):
         return ", ".join([*texts, *([f"{len(self.missing):,} not made"] if self.missing else [])])
 
     def _lacks(self) -> bool:
-        """True where a tensor is not made that is no second name of one."""
+        """True where a tensor is missing that is not a second name of another."""
         return len(self.missing) > len(self.notes)
 
     def _left_over(self) -> list[str]:
         named = [("not made", self.missing), ("become nothing", self.dropped), ("values differ", self.by_name)]
-        return [f"{what}: {listed(names, SHOWN)}" for what, names in named if names]
+        return [f"{label}: {listed(names, SHOWN)}" for label, names in named if names]
 
 
 def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
@@ -445,53 +445,53 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     Reads each tensor a few times. The report says neither the names of the files nor where the rules are written.
     """
     ours, theirs = ({k: v for k, v in side.items() if type(k) is str} for side in (old, new))
-    entries, wanted = ({k: v for k, v in side.items() if isinstance(v, TensorEntry)} for side in (ours, theirs))
-    search = ValueSearch(entries, wanted)
+    entries, targets = ({k: v for k, v in side.items() if isinstance(v, TensorEntry)} for side in (ours, theirs))
+    search = ValueSearch(entries, targets)
     search.run()
     written, covered = written_rules(search.links, dict.fromkeys(ours))
     plain = {key: goal[1] for link in search.links for key, goal in link.goals.items() if not link.chain}
     spelled_out = {key: name for key, name in plain.items() if key not in covered}
     covered |= spelled_out.keys()
     texts = [rule_text(escaped(key), escaped(name)) for key, name in spelled_out.items()]
-    most = TRIES // max(1, len(ours))
-    texts = [*texts, *(rule for each in written for rule in each.rules)][:most]
-    patterns = dict[str, None]()  # for keys that are left out: with `*` for numbers, where nothing else has such a name
+    limit = TRIES // max(1, len(ours))
+    texts = [*texts, *(rule for suggestion in written for rule in suggestion.rules)][:limit]
+    patterns = dict[str, None]()  # for keys that are left out: with `*` for numbers, where no other key has such a name
     for key in (key for key in ours if key not in covered):
         literal = re.sub(r"^re:", "[r]e:", re.sub(r"([*?[])", r"[\1]", key))
         general = re.sub(r"[0-9]+", "*", literal)
         is_taken = general not in patterns and literal != general and any(map(matcher(general), covered))
         patterns[literal if is_taken else general] = None
-    drop = list(patterns)[:most]
+    drop = list(patterns)[:limit]
 
     steps, items = list[Step](), dict[Any, Any]()
     try:
         rules = tuple(rule for text in texts for rule in parse_rules(text))
-        done = plan_steps(Translation(rules, drop=tuple(map(dropping, drop))), old)
-        done.carry_out(DROP)
+        plan = plan_steps(Translation(rules, drop=tuple(map(dropping, drop))), old)
+        plan.carry_out(DROP)
     except CkptoolError:
         pass
     else:
-        steps, items = done.steps, done.items
-    made = {name: one for name, one in items.items() if isinstance(one, TensorEntry)}
-    shaped = {k for k, v in wanted.items() if k in made and (made[k].dtype, made[k].shape) == (v.dtype, v.shape)}
-    equal = {name for name in shaped if is_same(made[name], wanted[name])}
+        steps, items = plan.steps, plan.items
+    output = {name: entry for name, entry in items.items() if isinstance(entry, TensorEntry)}
+    shaped = {k for k, v in targets.items() if k in output and (output[k].dtype, output[k].shape) == (v.dtype, v.shape)}
+    equal = {name for name in shaped if is_same(output[name], targets[name])}
     by_rule: dict[str, list[Step]] = defaultdict(list)
     for step in steps:
         by_rule[step.rule.text].append(step)
-    found = []
-    for text, each in ((text, by_rule[text]) for text in texts if text in by_rule):
-        outputs = [name for step in each for name in step.outputs]
-        alike = sum(key in search.alike for step in each for key in step.keys)
-        found.append(FoundRule(text, len(outputs), sum(name in equal for name in outputs), alike))
-    missing = tuple(name for name in theirs if name not in (shaped if name in wanted else items))
-    first = {wanted[name].view: name for name in equal}
-    second = ((name, first.get(wanted[name].view)) for name in missing if name in wanted)
+    proved = []
+    for text, rule_steps in ((text, by_rule[text]) for text in texts if text in by_rule):
+        outputs = [name for step in rule_steps for name in step.outputs]
+        alike = sum(key in search.alike for step in rule_steps for key in step.keys)
+        proved.append(FoundRule(text, len(outputs), sum(name in equal for name in outputs), alike))
+    missing = tuple(name for name in theirs if name not in (shaped if name in targets else items))
+    first_names = {targets[name].view: name for name in equal}
+    second_names = ((name, first_names.get(targets[name].view)) for name in missing if name in targets)
     used = {key for step in steps for key in step.keys}
     return FoundRules(
         old="",
         new="",
-        rules=tuple(found),
-        total=len(wanted),
+        rules=tuple(proved),
+        total=len(targets),
         by_value=len(equal),
         by_name=tuple(name for name in theirs if name in shaped - equal),
         missing=missing,
@@ -499,7 +499,7 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
         drop=tuple(drop),
         notes=tuple(
             Note("second-name", f"{name} is {same} under a second name; no rule makes it")
-            for name, same in second
+            for name, same in second_names
             if same is not None
         ),
     )

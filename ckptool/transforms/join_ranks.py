@@ -1,7 +1,7 @@
 """Joins the files of tensor- and pipeline-parallel ranks into one model, by rules that say how each tensor is divided.
 
-A tensor in a rank's file becomes blocks of the whole one; nothing is read before it is written. What is no weight
-(optimizer, random states, arguments) stays what each rank saved, under `ranks`.
+A tensor in a rank's file becomes pieces of the whole one; nothing is read before it is written. What is not a weight
+(optimizer, random states, arguments) stays as each rank saved it, under `ranks`.
 
 Source: megatron/training/checkpointing.py (`mp_rank_TT_PPP`, `model0` of virtual stages), llama/generation.py
 (`consolidated.XX.pth`).
@@ -50,7 +50,7 @@ _CHUNK = re.compile(r"model([0-9]{1,3})?")
 
 
 class _Rank(NamedTuple):
-    """The place of a file in tensor and pipeline parallelism, and what is in it. name: that of its folder or file."""
+    """A file's rank in tensor and pipeline parallelism, and its tree. name: that of its folder or file."""
 
     name: str
     tensor: int
@@ -59,7 +59,7 @@ class _Rank(NamedTuple):
 
 
 Shares = list[tuple[int, Piece]]
-"""What the files have of a tensor, each with its tensor-parallel rank."""
+"""The files' shares of a tensor, each with its tensor-parallel rank."""
 
 
 def open_joined(
@@ -70,48 +70,48 @@ def open_joined(
     given: Mapping[str, int] = {},
     like: PathLike | None = None,
 ) -> Opened:
-    """Opens a folder whose ranks' files are joined by rules; for those of a layout, anything else as it is.
+    """Opens a folder whose ranks' files are joined by rules; with a layout's rules, anything else as it is.
 
-    given: numbers in the rules, beside those of the configuration, which is that of the folder `like` where none is
+    given: numbers for the rules, beside those of the configuration, which is that of the folder `like` where none is
     beside the files.
-    Raises what `joined` raises, and `UsageError` for rules about ranks that are not there.
+    Raises what `joined` raises, and `UsageError` for rules about ranks where there are none.
     """
     name, place = split(file)
-    whole = joined(name, rules, given, like)
-    if whole is None and not rules.of_layout:
+    checkpoint = joined(name, rules, given, like)
+    if checkpoint is None and not rules.of_layout:
         what = f"{name} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"
         raise UsageError(
             what, "Tensors that are whole are changed by translate.", f"See what it is: {command('inspect', name)}"
         )
-    if whole is None:
-        whole = changeable(open_file(name)).checkpoint
-        if whole.part is not None:
-            what = f"{name} is only a part of a checkpoint: {whole.part.label}"
-            above, last = os.path.split(os.path.dirname(name))
-            folder = quoted((above if MODEL_PARALLEL.fullmatch(last) else os.path.join(above, last)) or ".")
+    if checkpoint is None:
+        checkpoint = changeable(open_file(name)).checkpoint
+        if checkpoint.part is not None:
+            what = f"{name} is only a part of a checkpoint: {checkpoint.part.label}"
+            above, leaf = os.path.split(os.path.dirname(name))
+            folder = quoted((above if MODEL_PARALLEL.fullmatch(leaf) else os.path.join(above, leaf)) or ".")
             raise OnlyAPart(what, "The rules join the files of all ranks.", f"Name the folder of all of them: {folder}")
-    return Opened(whole, at if at is not None else place, name)
+    return Opened(checkpoint, at if at is not None else place, name)
 
 
 def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLike | None = None) -> Checkpoint | None:
-    """The one model in a folder of ranks' files; None for anything else. Opens each file, and reads no tensor data.
+    """The whole model in a folder of ranks' files; None for anything else. Opens each file, reads no tensor data.
 
-    Raises `UsageError` for tensors that no rule matches, or that do not fit theirs; `NoMatch` for a rule without
+    Raises `UsageError` for tensors that no rule matches, or that do not fit their rule; `NoMatch` for a rule without
     tensors; `Truncated` for missing ranks; `Conflict` for replicas that differ, and files of two iterations.
     """
     source = open_input(path)
     if not isinstance(source, Folder):
         return None
     source = megatron.latest(source) if megatron.is_run(source) else source
-    names = list[tuple[tuple[int, ...], str]]()  # the files of ranks, with the numbers in their names
+    names = list[tuple[tuple[int, ...], str]]()  # the ranks' files, with the numbers in their names
     for name in source.names:
         if match := CONSOLIDATED.fullmatch(name):
             names.append(((int(match["rank"]),), name))
         elif MODEL_PARALLEL.fullmatch(name) and folder_at(inside := os.path.join(source.path, name)):
-            own = [each for each in (*WEIGHTS, OPTIMIZER) if each in Folder(inside)]
-            if not set(own) & set(WEIGHTS):
+            members = [member for member in (*WEIGHTS, OPTIMIZER) if member in Folder(inside)]
+            if not set(members) & set(WEIGHTS):
                 raise Truncated(f"{source}: {name} has no {WEIGHTS[0]}", "It was not copied along.", "Copy all files.")
-            names += [(tuple(map(int, name.split("_")[2:])), f"{name}/{each}") for each in own]
+            names += [(tuple(map(int, name.split("_")[2:])), f"{name}/{member}") for member in members]
     if not names:
         return None
     joiner, ranks, optimizers = Joiner(source), list[_Rank](), dict[str, Any]()
@@ -120,28 +120,28 @@ def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLi
         above, _, last = file.rpartition("/")
         opened = Folder(os.path.join(source.path, above)).open(last)
         source.adopt(file, opened)
-        each = formats.read_alone(opened)
-        joiner.notes = [*({note.code: note for note in (*joiner.notes, *each.notes)}).values()]
-        joiner.discarded += each.discarded
-        owner, tree = file.partition("/")[0], each.tree
+        rank_file = formats.read_alone(opened)
+        joiner.notes = [*({note.code: note for note in (*joiner.notes, *rank_file.notes)}).values()]
+        joiner.discarded += rank_file.discarded
+        owner, tree = file.partition("/")[0], rank_file.tree
         if last == OPTIMIZER:
             optimizers[owner] = tree
             continue
         if not isinstance(tree, dict):
             raise Corrupt(f"{source}: {file} is not a dictionary", "It is no rank's file of a model.")
         args = tree["args"].attributes if isinstance(tree.get("args"), Object) else {}
-        said: list[Any] = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
-        if len(place) > 2 or (type(said[2]) is int and said[2] > 1):
+        declared: list[Any] = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
+        if len(place) > 2 or (type(declared[2]) is int and declared[2] > 1):
             what = f"{source}: {file} is of expert parallelism, which divides the experts over ranks"
             raise Unsupported(what, "Rules join tensor and pipeline parallelism only.", "Save it as torch_dist.")
         for axis, number in enumerate((*place, 0)[:2]):
-            known = said[axis] if type(said[axis]) is int and said[axis] < 1 << 20 else 1
-            sizes[axis] = max(sizes[axis], number + 1, known)
+            size = declared[axis] if type(declared[axis]) is int and declared[axis] < 1 << 20 else 1
+            sizes[axis] = max(sizes[axis], number + 1, size)
         if type(iteration := tree.get("iteration")) is int:
             steps.setdefault(iteration, owner)
         model = tree if any(map(_is_chunk, tree)) else {"model": tree}  # all of the file
         ranks.append(_Rank(owner, place[0], place[1] if len(place) > 1 else 0, model))
-    if len(ranks) != prod(sizes):  # each stage has each rank, as many as the arguments say
+    if len(ranks) != prod(sizes):  # every stage has every rank, as many as the arguments say
         world = f"{counted(prod(sizes), 'rank')}, {sizes[0]:,} tensor x {sizes[1]:,} pipeline parallel"
         what = f"{source} has {counted(len(ranks), 'file')} of {world}"
         raise Truncated(what, f"There are {listed([rank.name for rank in ranks], 4)}.", "Copy all of them.")
@@ -150,11 +150,11 @@ def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLi
         raise mixed(source, first, second, f"one is of iteration {one:,}, the other of {other:,}")
     megatron.step_of(source, next(iter(steps), None))
     scope = Scope(given, rules.variables, configuration(Checkpoint({}, "", source=source), like), {})
-    whole = _model(joiner, ranks, rules, scope.lookup)
+    model_tree = _model(joiner, ranks, rules, scope.lookup)
     beside = {rank.name: {key: value for key, value in rank.tree.items() if not _is_chunk(key)} for rank in ranks}
     for owner, tree in optimizers.items():
         beside[owner][OPTIMIZER] = tree
-    tree = {"model": whole, "ranks": beside} if any(beside.values()) else whole
+    tree = {"model": model_tree, "ranks": beside} if any(beside.values()) else model_tree
     return joiner.checkpoint("model-parallel", tree, "model-parallel ranks, joined by rules", len(ranks))
 
 
@@ -174,9 +174,9 @@ def _model(joiner: Joiner, ranks: list[_Rank], rules: Translation, lookup: Looku
             shares.setdefault(name, []).append((rank.tensor, share))
         else:
             model.setdefault(name, value)
-    steps, rest = steps_of(rules.join, shares)
-    if rest:
-        what = f"{rules.path} has no rule for {counted(len(rest), 'tensor')}: {listed(rest, 4)}"
+    steps, unmatched = steps_of(rules.join, shares)
+    if unmatched:
+        what = f"{rules.path} has no rule for {counted(len(unmatched), 'tensor')}: {listed(unmatched, 4)}"
         raise UsageError(what, "Each tensor needs one, if only `replicated` or `skip`. Nothing was written.", JOIN_LOOK)
     if not rules.of_layout:
         used = {step.rule.origin for step in steps}
@@ -188,7 +188,7 @@ def _model(joiner: Joiner, ranks: list[_Rank], rules: Translation, lookup: Looku
             continue
         like = shares[op.like][0][1].entry.shape if op.like in shares else ()
         try:
-            values = [each.value(lookup) for each in op.numbers]
+            values = [expression.value(lookup) for expression in op.numbers]
         except UsageError as error:
             raise rule.within(error) from None
         numbers = dict(zip(JOIN_WAYS[op.name].numbers, values, strict=False))
@@ -203,9 +203,9 @@ def _model(joiner: Joiner, ranks: list[_Rank], rules: Translation, lookup: Looku
 
 
 def _named(ranks: Sequence[_Rank], layers: tuple[str, ...]) -> Iterator[tuple[str, _Rank, Any]]:
-    """Every value of the models by its name in the whole: layers counted through all stages.
+    """Every value of the ranks' models by its name in the whole model, with layers counted through all stages.
 
-    Virtual stages (`model0`, `model1`) go round the pipeline: the first of each stage, then the second of each.
+    Virtual stages (`model0`, `model1`) go round the pipeline: the first of every stage, then the second of every one.
     """
     before = dict.fromkeys(layers, 0)
     chunks = sorted({(int(key[5:] or 0), rank.stage, key) for rank in ranks for key in rank.tree if _is_chunk(key)})
@@ -234,9 +234,9 @@ def _flat(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _joined(
-    joiner: Joiner, name: str, rule: Rule, of: dict[str, int], shares: Shares, world: int, like: tuple[int, ...]
+    joiner: Joiner, name: str, rule: Rule, how: dict[str, int], shares: Shares, world: int, like: tuple[int, ...]
 ) -> TensorEntry:
-    """The whole tensor, in the way that a rule names. of: its numbers.  world: how many ranks there are.
+    """The whole tensor, joined in the way that a rule names. how: the rule's numbers.  world: how many ranks there are.
     like: the shape of the tensor that the rule names.
 
     Raises `UsageError` where the shares do not fit the rule, and what `Joiner.tensor` raises.
@@ -248,18 +248,18 @@ def _joined(
     (op,), (_, first) = rule.chain, shares[0]
     way, shape, dtype = JOIN_WAYS[op.name], first.entry.shape, first.entry.dtype
     if way.axis is None:
-        whole = [share for _, share in shares]
-        return joiner.replicated(name, whole) if op.name == "first" else joiner.tensor(name, shape, dtype, whole)
+        pieces = [share for _, share in shares]
+        return joiner.replicated(name, pieces) if op.name == "first" else joiner.tensor(name, shape, dtype, pieces)
     axis, copies = way.axis, 1
-    if op.name == "heads" and world > of["heads"]:  # ranks in a row have the same rows
-        if world % of["heads"]:
-            raise unfit(f"is in {counted(world, 'rank')}, which {counted(of['heads'], 'head')} cannot be divided over")
-        copies = world // of["heads"]
+    if op.name == "heads" and world > how["heads"]:  # neighbouring ranks have the same rows
+        if world % how["heads"]:
+            raise unfit(f"is in {counted(world, 'rank')}, which {counted(how['heads'], 'head')} cannot be divided over")
+        copies = world // how["heads"]
     if op.name == "width":  # along the dimension that makes the rows as long as `like`
         widths = {rank: sum(share.entry.shape[-1:]) for rank, share in shares}
         if like not in [(sum(shape[-1:]),), (sum(widths.values()),)]:
-            given = f"is {list(shape)} in {counted(world, 'file')}, and {op.like} is {list(like)}"
-            raise unfit(f"{given}: a file may be missing")
+            shown = f"is {list(shape)} in {counted(world, 'file')}, and {op.like} is {list(like)}"
+            raise unfit(f"{shown}: a file may be missing")
         axis = int(like != shape[-1:])
     if len(shape) <= axis:
         raise unfit(f"has {counted(len(shape), 'dimension')}")
@@ -268,22 +268,22 @@ def _joined(
         raise unfit(f"is not in the files of tensor rank {listed(lacking, 4)}")
     lengths = [lengths_of[rank] for rank in range(world // copies)]
     total = sum(lengths)
-    rows, parts = way.rows(of) if way.rows else total, way.parts(of)
+    rows, parts = way.rows(how) if way.rows else total, way.parts(how)
     if total < rows or (way.rows_are and total != rows):
         would = f", and {rows:,} would be {way.rows_are}" if way.rows_are else ""
         raise unfit(f"has {counted(total, 'row')} in all{would}")
     if any(length % sum(parts) for length in lengths):
         raise unfit(f"has {listed(sorted(map(str, set(lengths))))} rows, not a multiple of {sum(parts)}")
-    blocks = []
-    for number, each in shares:
+    pieces = []
+    for number, share in shares:
         rank = number // copies
-        if each.entry.shape[axis : axis + 1] != (lengths[rank],):
-            raise unfit(f"is {list(each.entry.shape)} in {each.owner}, another shape than elsewhere")
-        own = lengths[rank] // sum(parts)
+        if share.entry.shape[axis : axis + 1] != (lengths[rank],):
+            raise unfit(f"is {list(share.entry.shape)} in {share.owner}, another shape than elsewhere")
+        unit = lengths[rank] // sum(parts)
         for before, part in zip(accumulate(parts, initial=0), parts, strict=False):
             begin = (total * before + sum(lengths[:rank]) * part) // sum(parts)
-            entry = each.entry.narrow(axis, own * before, max(0, min(own * part, rows - begin)))  # padding lies behind
+            entry = share.entry.narrow(axis, unit * before, max(0, min(unit * part, rows - begin)))  # padding is last
             offsets = [0] * len(entry.shape)
             offsets[axis] = min(begin, rows)
-            blocks.append(Piece(entry, tuple(offsets), each.owner))
-    return joiner.tensor(name, (*shape[:axis], rows, *shape[axis + 1 :]), dtype, blocks)
+            pieces.append(Piece(entry, tuple(offsets), share.owner))
+    return joiner.tensor(name, (*shape[:axis], rows, *shape[axis + 1 :]), dtype, pieces)

@@ -1,7 +1,7 @@
-"""A model's tensors as its library has them in memory, of those in its files, and back.
+"""A model's tensors as its library has them in memory, from those in its files, and back.
 
-transformers 5 renames, stacks, joins and splits tensors as it loads them, and undoes it as it saves them. What it does
-for which class stands in `memory_names.json`, made from the library's own mapping and classes by
+transformers 5 renames, stacks, joins and splits tensors on loading, and undoes that on saving. What it does for which
+class is in `memory_names.json`, generated from the library's own mapping and classes by
 `tests/engines/scripts/make_memory_names.py`.
 
 Source: transformers/conversion_mapping.py and core_model_loading.py (`WeightTransform.rename_source_key`).
@@ -32,7 +32,7 @@ UNKNOWN = "?"  # an operation that is not known here
 
 
 class _Group(NamedTuple):
-    """Tensors of a file that together become tensors in memory. old: by what part of the operation they are."""
+    """Tensors of a file that together become tensors in memory. old: a list for each input of the operation."""
 
     operations: tuple[Operation, ...]
     old: list[list[str]]
@@ -43,10 +43,10 @@ class _Group(NamedTuple):
 class MemoryTree:
     """A state dict with the names and tensors that its library has in memory.
 
-    names: those of tensors that are only renamed, by the file's.  odd: the ends of modules whose weights are of no
-    layer that PEFT wraps, though their names say so.  ties: names that may not be in a file, each with that of the same
-    tensor; None where they are not known.  unknown: the file's names of tensors that are changed in a way that is not
-    known here: nothing is renamed then.
+    names: of tensors that are only renamed, by the file's names.  odd: the ends of modules whose weights are of no
+    layer that PEFT wraps, though their names look so.  ties: names that a file may lack, each with another name of the
+    same tensor; None where they are not known.  unknown: the file's names of tensors that are changed in a way not
+    known here; nothing is renamed then.
     """
 
     tree: dict[Any, Any]
@@ -57,22 +57,22 @@ class MemoryTree:
     unknown: list[str] = field(default_factory=list)
 
     def on_disk(self, changed: Mapping[Any, Any], file: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The file's tensors for a tree in memory, some of which are others or new; unchanged ones are the same."""
-        made = {old: changed[new] for old, new in self.names.items()}
+        """The file's tensors for a tree in memory with changed and new tensors; unchanged ones stay the same."""
+        file_tensors = {old: changed[new] for old, new in self.names.items()}
         for group in self.groups:
             tensors = [changed[name] for name in group.new]
-            if all(each is self.tree[name] for each, name in zip(tensors, group.new, strict=True)):
+            if all(tensor is self.tree[name] for tensor, name in zip(tensors, group.new, strict=True)):
                 continue
             for op in reversed(group.operations):
                 undo = replace(op.inverse() or op, parts=len(group.old))
-                each = [[tensor] for tensor in tensors] if undo.name == "unstack" else [tensors]
-                tensors = [part for some in each for part in applied(undo, some, _number)]
+                batches = [[tensor] for tensor in tensors] if undo.name == "unstack" else [tensors]
+                tensors = [part for batch in batches for part in applied(undo, batch, _number)]
             old = [name for names in group.old for name in names]
-            made |= {name: resolved(tensor) for name, tensor in zip(old, tensors, strict=True)}
-        known: set[Any] = {*self.names.values(), *(name for group in self.groups for name in group.new)}
-        added = {name: value for name, value in changed.items() if name not in known}
+            file_tensors |= {name: resolved(tensor) for name, tensor in zip(old, tensors, strict=True)}
+        placed: set[Any] = {*self.names.values(), *(name for group in self.groups for name in group.new)}
+        added = {name: value for name, value in changed.items() if name not in placed}
         tree: dict[Any, Any] = same_kind(file, {})
-        tree.update({name: made.get(name, value) for name, value in file.items()} | added)
+        tree.update({name: file_tensors.get(name, value) for name, value in file.items()} | added)
         return tree
 
     def refuse_unknown(self, name: str) -> None:
@@ -85,57 +85,57 @@ class MemoryTree:
 
 
 def in_memory(file: Mapping[Any, Any], config: Mapping[str, Any], name: str) -> MemoryTree:
-    """The state dict of a file as the library that its configuration is of has it in memory. Reads nothing.
+    """The state dict of a file as the library that wrote its configuration has it in memory. Reads nothing.
 
     Raises `Conflict` where two tensors have one name in memory, or some that belong together are missing.
     """
     steps, kind, names = _steps(config), config.get("model_type"), dict[Any, Any]()
-    found = MemoryTree({}, odd=_table()[1].get(kind, ()) if isinstance(kind, str) else ())
+    memory = MemoryTree({}, odd=_table()[1].get(kind, ()) if isinstance(kind, str) else ())
     groups: dict[tuple[int, str], tuple[_Step, list[str], list[list[str]]]] = {}
     for key, value in file.items():
         new = key
         for number, step in enumerate(steps if type(key) is str and isinstance(value, TensorEntry) else ()):
-            made, source = step.renamed(new)
-            if made and step.operations:
-                found.unknown += [key] if step.operations == UNKNOWN else []
-                empty = step, made, [list[str]() for _ in range(step.sources)]
-                groups.setdefault((number, made[0]), empty)[2][source].append(key)
+            new_names, source = step.renamed(new)
+            if new_names and step.operations:
+                memory.unknown += [key] if step.operations == UNKNOWN else []
+                empty = step, new_names, [list[str]() for _ in range(step.sources)]
+                groups.setdefault((number, new_names[0]), empty)[2][source].append(key)
                 break
-            new = made[0] if made else new
+            new = new_names[0] if new_names else new
         else:
             names[key] = new
-    if found.unknown:
-        return replace(found, tree=dict(file), names={key: key for key in file}, ties=_ties(config, file))
-    found.tree.update((new, file[key]) for key, new in names.items())
-    if len(found.tree) < len(names):
+    if memory.unknown:
+        return replace(memory, tree=dict(file), names={key: key for key in file}, ties=_ties(config, file))
+    memory.tree.update((new, file[key]) for key, new in names.items())
+    if len(memory.tree) < len(names):
         counts = Counter(names.values())
         twice = [key for key, new in names.items() if counts[new] > 1]
         what = f"{name}: {listed(twice)} have one name in memory"
         raise Conflict(what, "config.json is of another model, or a library of another version wrote them.")
-    for step, made, old in groups.values():
-        operations = tuple(replace(parse_operation(each), parts=len(made)) for each in step.operations.split(" | "))
-        group = _Group(operations, [sorted(keys, key=_natural) for keys in old if keys], made)
-        found.groups.append(group)
+    for step, new_names, old in groups.values():
+        operations = tuple(replace(parse_operation(op), parts=len(new_names)) for op in step.operations.split(" | "))
+        group = _Group(operations, [sorted(keys, key=_natural) for keys in old if keys], new_names)
+        memory.groups.append(group)
         parts = [[file[key] for key in keys] for keys in group.old]
         try:
             for op in operations:
-                together = parts if op.name == "stack" else [[each for part in parts for each in part]]
-                parts = [applied(op, each, _number) for each in together]
+                batches = parts if op.name == "stack" else [[tensor for part in parts for tensor in part]]
+                parts = [applied(op, tensors, _number) for tensors in batches]
         except UsageError as error:
-            what = f"{name}: {made[0]} cannot be made of {listed(group.old[0], 2)}"
+            what = f"{name}: {new_names[0]} cannot be made of {listed(group.old[0], 2)}"
             raise Conflict(what, f"{error.what}: tensors are missing, or config.json is of another model.") from None
-        found.tree |= dict(zip(made, (each for part in parts for each in part), strict=True))
-    return replace(found, names=names, ties=_ties(config, found.tree))
+        memory.tree |= dict(zip(new_names, (tensor for part in parts for tensor in part), strict=True))
+    return replace(memory, names=names, ties=_ties(config, memory.tree))
 
 
 def as_named(root: StateDict, checkpoint: Checkpoint, names: Container[str]) -> StateDict:
-    """The weights of a file as its library has them in memory, if a model has more of those names."""
+    """The weights of a file as its library has them in memory, if more of those names are among `names`."""
     try:
         memory = in_memory(root.node, configuration(checkpoint), str(checkpoint.source))
     except Conflict:
-        return root  # what does not fit is reported with the file's own names
-    found, before = (sum(key in names for key in tree) for tree in (memory.tree, root.node))
-    return replace(root, node=same_kind(root.node, memory.tree)) if found > before else root
+        return root  # the misfit is reported with the file's own names
+    matches, own_matches = (sum(key in names for key in tree) for tree in (memory.tree, root.node))
+    return replace(root, node=same_kind(root.node, memory.tree)) if matches > own_matches else root
 
 
 def _number(value: Arithmetic) -> int:
@@ -147,7 +147,7 @@ def _natural(key: Any) -> list[tuple[int, str]]:
 
 
 class _Step(NamedTuple):
-    """One transformation of names, of those below a prefix. operations: of the tensors; empty for a name alone."""
+    """One transformation of names below a prefix. operations: on the tensors; empty where only the name changes."""
 
     pattern: re.Pattern[str]
     targets: list[str]
@@ -159,52 +159,52 @@ class _Step(NamedTuple):
         return sum(name[0] == "g" for name in self.pattern.groupindex) or 1
 
     def renamed(self, key: str) -> tuple[list[str], int]:
-        """The names that a name becomes, with the place of the source that it is; none where it is none."""
-        prefix = next((each for each in self.prefixes if key.startswith(each)), None)
+        """The names that a name becomes, with the index of the source that it is; no names where it is none."""
+        prefix = next((start for start in self.prefixes if key.startswith(start)), None)
         inner = "" if prefix is None else key[len(prefix) :]
         match = None if prefix is None else self.pattern.search(inner)
         if match is None or prefix is None:
             return [], 0
         group = next((name for name, text in match.groupdict().items() if text is not None), "")
         captured = self.pattern.groupindex.get(group, 0) + 1
-        texts = [each.replace(r"\1", match[captured]) if r"\1" in each else each for each in self.targets]
+        texts = [target.replace(r"\1", match[captured]) if r"\1" in target else target for target in self.targets]
         return [prefix + inner.replace(match[0], text, 1) for text in texts], int(group[1:] or 0)
 
 
 @cache
 def _table() -> Any:
-    """For each type its classes, the ends of odd modules' names, and mappings told here first; each class's ties.
+    """For each model type its classes and the ends of odd modules' names; all mappings by name; and each class's ties.
 
     A class without a name stands for all of its type, and `*` for a beginning that names of tied tensors share.
     """
-    found = json.loads(files("ckptool.transforms").joinpath("memory_names.json").read_text("utf-8"))
-    del found["version"]
-    tied = [(text.replace("*", b), names) for text, each in found.pop("ties").items() for b, names in each.items()]
+    table = json.loads(files("ckptool.transforms").joinpath("memory_names.json").read_text("utf-8"))
+    del table["version"]
+    tied = [(text.replace("*", b), names) for text, item in table.pop("ties").items() for b, names in item.items()]
     ties = {name: text.split() for text, names in tied for name in names.split()}
-    kinds = {kind: each for names, each in found.items() for kind in names.split()}
-    rows = {kind: {n: row for names, row in each[0].items() for n in names.split(" ")} for kind, each in kinds.items()}
-    odd = {kind: tuple(each[1]) for kind, each in kinds.items()}
-    steps = {name: steps for each in found.values() for name, steps in each[2].items()}
+    kinds = {kind: item for names, item in table.items() for kind in names.split()}
+    rows = {kind: {n: row for names, row in item[0].items() for n in names.split(" ")} for kind, item in kinds.items()}
+    odd = {kind: tuple(item[1]) for kind, item in kinds.items()}
+    steps = {name: steps for item in table.values() for name, steps in item[2].items()}
     return rows, odd, steps, ties
 
 
 def _ties(config: Mapping[str, Any], tree: Mapping[Any, Any]) -> dict[str, str] | None:
-    """See `MemoryTree.ties`. Of an unknown class, the head is what config.json ties to the only embedding."""
+    """See `MemoryTree.ties`. In an unknown class, config.json ties the head to the only embedding."""
     table, name, row = _table()[3], _class(config), _row(config.get("model_type"), _class(config))
     below = [(path, config.get(part)) for path, (part, _) in dict(row[2:] and row[2]).items()]
-    parts = [("", config), *((f"{at}.", each) for path, each in below for at in (path, _below(row[0], path)) if at)]
-    pairs = [path + each for path, part in parts for each in table.get(_class(part), ())]
-    says = [each for each in (config, config.get("text_config")) if isinstance(each, Mapping)]
-    is_tied = any(each.get("tie_word_embeddings") is True for each in says)
+    parts = [("", config), *((f"{at}.", part) for path, part in below for at in (path, _below(row[0], path)) if at)]
+    pairs = [path + suffix for path, part in parts for suffix in table.get(_class(part), ())]
+    says = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    is_tied = any(part.get("tie_word_embeddings") is True for part in says)
     if name not in table and is_tied and (name is None or re.search("LM|Generation", name)):
-        found = [match for key in tree if type(key) is str and (match := _HEAD.fullmatch(key))]
-        if any(match["head"] for match in found):
+        matches = [match for key in tree if type(key) is str and (match := _HEAD.fullmatch(key))]
+        if any(match["head"] for match in matches):
             return {}
-        if len(found) != 1:
+        if len(matches) != 1:
             return None
-        pairs = ["lm_head.weight", found[0][0]]
-    both = zip(pairs[::2], pairs[1::2], strict=True)
-    return {a if b in tree else b: b if b in tree else a for a, b in both if a in tree or b in tree}
+        pairs = ["lm_head.weight", matches[0][0]]
+    tied = zip(pairs[::2], pairs[1::2], strict=True)
+    return {a if b in tree else b: b if b in tree else a for a, b in tied if a in tree or b in tree}
 
 
 _EMBEDDING = "embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|shared"
@@ -231,26 +231,26 @@ def _steps(config: Mapping[str, Any]) -> list[_Step]:
 
 
 def _row(kind: Any, name: Any = None) -> Any:
-    """What is known of a class, or of the first of a type: a prefix, mappings and parts."""
+    """What is known of a class, or of the first class of a type: a prefix, mappings and parts."""
     rows = _table()[0].get(kind, {}) if isinstance(kind, str) else {}
     return rows.get(name) or next(iter(rows.values()), ("", {}, {}))
 
 
 def _scopes(row: Any, config: Mapping[str, Any]) -> Iterator[tuple[str | None, str]]:
-    """The mappings of a class and of its parts, each with the place that it is for: None for all names.
+    """The mappings of a class and its parts, each with the prefix that it is for: None for all names.
 
-    A part whose configuration is of another type than usual has those of that type.
+    A part whose configuration is of another type than usual has the mappings of that type.
     """
-    _, at, parts = row
-    others = {}
+    _, mappings, parts = row
+    replaced = {}
     for path, (part, usual) in parts.items():
         inner = config.get(part)
         if isinstance(inner, Mapping) and inner.get("model_type", usual) != usual:
-            others[path] = inner
-    for place, mapping in at.items():
-        if not any(f"{place}.".startswith(f"{path}.") for path in others):
+            replaced[path] = inner
+    for place, mapping in mappings.items():
+        if not any(f"{place}.".startswith(f"{path}.") for path in replaced):
             yield None if place == "" else place.removeprefix("."), mapping
-    for path, inner in others.items():
+    for path, inner in replaced.items():
         below = _row(inner.get("model_type"))
         for scope, mapping in _scopes(below, inner) if below != UNKNOWN else ():
             yield _below(path, scope), mapping

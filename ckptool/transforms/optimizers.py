@@ -1,11 +1,11 @@
 """An optimizer's state by the names of its parameters, by their numbers, or by flattened keys.
 
-`Optimizer.state_dict()` numbers its slots by the order in which the optimizer was given its parameters, through all
-groups (torch/optim/optimizer.py); engines that divide them write names (`state[name]`), and torchtitan flattens those
-again. Which name a number means is known from `param_names`, which newer versions write; or where the weights beside it
-are in the order of the model, and have as many parameters, with the shapes of the slots one by one: of several groups,
-one alone continues with each parameter. Else it cannot be known, and is refused: a momentum on the wrong weight trains,
-and nobody sees it.
+`Optimizer.state_dict()` numbers its slots in the order in which the optimizer was given its parameters, through all
+groups (torch/optim/optimizer.py); engines that shard them write names (`state[name]`), and torchtitan flattens those.
+Which name a number means is known from `param_names`, which newer versions write; or where the weights beside it are in
+the order of the model, and have as many parameters with the shapes of the slots one by one: of several groups, only one
+can continue with each parameter. Otherwise it cannot be known and is refused: a momentum on the wrong weight trains,
+and nobody notices.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ Shapes = Mapping[str, tuple[int, ...]]
 def with_optimizers(
     part: Checkpoint, form: str, whole: Checkpoint, target: Target | None = None
 ) -> tuple[Checkpoint, list[str]]:
-    """The part with every optimizer's slots by name or number, or flattened, and a line for each that changed.
+    """The part with every optimizer's slots by name or number, or flattened, and a line for each optimizer.
 
-    whole: the checkpoint that the part is in, among whose weights the names are looked for.  target: the model that has
-    them, in place of those.
+    whole: the checkpoint that contains the part; the names are looked for among its weights.  target: the model to take
+    the names from instead.
     Raises `UsageError` for a form that does not exist, `NoMatch` where there is no optimizer, `Conflict` where it is
-    not certain which parameter a number stands for, `Unsupported` for state that is not of single parameters.
+    not certain which parameter a number stands for, `Unsupported` for state that is not by single parameters.
     """
     if form not in FORMS:
         raise UsageError(f"unknown {OPTION} {form!r}", f"Available: {', '.join(FORMS)}.")
     tree = nested(part.tree)
-    found = list(optimizers(tree))
-    if not found:
+    states = list(optimizers(tree))
+    if not states:
         what = f"{part.source or 'the checkpoint'} has no optimizer state"
         why = "It would be a dictionary with `state` and `param_groups`. Nothing was written."
         raise NoMatch(what, why, _elsewhere(whole, form) or f"Go without it: omit {OPTION}")
     lines = [] if tree is part.tree else ["flattened keys of the optimizer are nested again"]
-    for path, optimizer in found:
+    for path, optimizer in states:
         place = address((*part.base, *path))
         slots = Slots(optimizer, place)
         count, changed = counted(len(slots.slots), "parameter"), slots.tree
@@ -85,8 +85,8 @@ def with_optimizers(
 
 
 def _elsewhere(whole: Checkpoint, form: str) -> str:
-    """The command for the optimizer's member beside weights that stand for a folder: `optimizer.pt`, accelerate's
-    folder `optimizer_0`, or DeepSpeed's tag beside a Trainer's weights."""
+    """The command for the optimizer's own file or folder beside the weights of a folder: `optimizer.pt`, accelerate's
+    `optimizer_0`, or DeepSpeed's tag beside a Trainer's weights."""
     name = next((name for name in members.beside(whole) if name.startswith(("optimizer", "global_step"))), None)
     if name is None or whole.source is None:
         return ""
@@ -101,9 +101,9 @@ def _elsewhere(whole: Checkpoint, form: str) -> str:
 
 
 class Slots:
-    """An optimizer's state dict by its slots: of all its groups, in order. place: its address.
+    """An optimizer's state dict, with the slots of all its groups in order. place: its address.
 
-    Raises `Conflict` for groups that are not of parameters, by number or name.
+    Raises `Conflict` for groups that do not list parameters by number or name.
     """
 
     def __init__(self, optimizer: dict[str, Any], place: str) -> None:
@@ -119,7 +119,7 @@ class Slots:
         self.is_named = all(type(slot) is str for slot in self.slots)
 
     def renamed(self, new: Mapping[Any, Any]) -> Slots:
-        """With other keys for its slots; what torch keeps in the state beside them stays."""
+        """The slots under other keys; what torch keeps in the state beside them stays."""
         state = {new.get(slot, slot): value for slot, value in self.tree["state"].items()}
         groups = [{**group, "params": [new[slot] for slot in group["params"]]} for group in self.groups]
         return Slots({**self.tree, "state": state, "param_groups": groups}, self.place)
@@ -149,69 +149,69 @@ class Slots:
     def names(
         self, whole: Checkpoint, target: Target | None, advice: str = ADVICE, buffers: Collection[str] = ()
     ) -> dict[Any, str]:
-        """The name of every slot: as the groups give them, else by the order of the parameters of the model, or of the
-        one set of weights that they fit.
+        """The name of every slot: as the groups give them, else by the order of the model's parameters, or those of the
+        only set of weights that fits.
 
-        advice: what to do where that is not known.  buffers: keys that are none of parameters, where there are too
+        advice: what to do where that is not known.  buffers: keys that are not parameters, skipped where there are too
         many.
         """
         if (named := self.own_names()) is not None:
             return named
         if target is not None:
-            parameters = {one.name: one.shape or () for one in target.unique if one.kind == PARAMETER}
+            parameters = {tensor.name: tensor.shape or () for tensor in target.unique if tensor.kind == PARAMETER}
             return self._in_order(parameters, advice, _in_model_order(target.tensors))
         roots = [root for root in find_state_dicts(replace(whole, tree=nested(whole.tree))) if root.is_model]
-        found: dict[tuple[Any, ...], dict[Any, str]] = {}
-        wrong: CkptoolError | None = None
+        fitting: dict[tuple[Any, ...], dict[Any, str]] = {}
+        first_error: CkptoolError | None = None
         for root in roots:
-            # DeepSpeed lists beside the weights the names of buffers, which no optimizer has.
+            # DeepSpeed lists the names of buffers, which no optimizer has, beside the weights.
             holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
             beside = holder.get("buffer_names") if isinstance(holder, dict) else None
             buffer_names = [name for name in beside if type(name) is str] if isinstance(beside, list) else []
-            first: dict[Any, str] = {}  # each tensor once
+            first_names: dict[Any, str] = {}  # of each tensor
             for key, value in root.node.items():
                 if type(key) is str and isinstance(value, (TensorEntry, Composite)):
-                    first.setdefault(value.view, key)
-            those = {key: root.node[key] for key in first.values() if key not in buffer_names}
-            own = {key: one.shape or () for key, one in those.items() if kind_by_name(key, one.dtype) == PARAMETER}
-            if len(own) > len(self.slots):
-                own = {name: shape for name, shape in own.items() if name not in buffers}
+                    first_names.setdefault(value.view, key)
+            entries = {key: root.node[key] for key in first_names.values() if key not in buffer_names}
+            shapes = {k: v.shape or () for k, v in entries.items() if kind_by_name(k, v.dtype) == PARAMETER}
+            if len(shapes) > len(self.slots):
+                shapes = {name: shape for name, shape in shapes.items() if name not in buffers}
             try:
-                names = self._in_order(own, advice, _in_model_order(root.node))
+                names = self._in_order(shapes, advice, _in_model_order(root.node))
             except Conflict as error:
-                wrong = wrong or error
+                first_error = first_error or error
             else:
-                found.setdefault(tuple(names.items()), names)
-        if len(found) == 1:
-            return next(iter(found.values()))
-        if wrong is not None and not found:
-            raise wrong
-        fits = f"{listed(roots, 4)} all fit" if found else f"{whole.source or 'the checkpoint'} holds no weights"
+                fitting.setdefault(tuple(names.items()), names)
+        if len(fitting) == 1:
+            return next(iter(fitting.values()))
+        if first_error is not None and not fitting:
+            raise first_error
+        fits = f"{listed(roots, 4)} all fit" if fitting else f"{whole.source or 'the checkpoint'} holds no weights"
         why = "Which parameter a number stands for is only known from the weights that it was made for."
         fix = f"{advice[:1].upper()}{advice[1:]}"
         raise Conflict(f"the parameters of {self.called} are numbered, and {fits}", f"{why} Nothing was written.", fix)
 
     def _in_order(self, parameters: Shapes, advice: str, ordered: bool) -> dict[Any, str]:
-        """The name of each slot by the order of the parameters. ordered: it is that of the model.
+        """The name of each slot by the order of the parameters. ordered: that is the model's order.
 
         Raises `Conflict` where that is not known: a count or a shape differs, or two groups might continue.
         """
         self._refuse_shared()
-        left = [list(reversed(group["params"])) for group in self.groups]
+        remaining = [list(reversed(group["params"])) for group in self.groups]
         # A slot without tensors fits every shape; the step, a number, says nothing.
         shapes = {
             slot: [value.shape for key, value in state.items() if isinstance(value, TensorEntry) and key != "step"]
             for slot, state in self.tree["state"].items()
             if isinstance(state, dict)
         }
-        found: dict[Any, str] = {}
+        names: dict[Any, str] = {}
         for name, shape in parameters.items() if ordered and len(self.slots) == len(parameters) else ():
-            fits = [each for each in left if each and shape in (shapes.get(each[-1]) or [shape])]
+            fits = [queue for queue in remaining if queue and shape in (shapes.get(queue[-1]) or [shape])]
             if len(fits) != 1:
                 break
-            found[fits[0].pop()] = name
-        if ordered and len(found) == len(self.slots) == len(parameters):
-            return found
+            names[fits[0].pop()] = name
+        if ordered and len(names) == len(self.slots) == len(parameters):
+            return names
         slots, groups = counted(len(self.slots), "slot"), counted(len(self.groups), "group")
         count = f"{slots} in {groups}, {counted(len(parameters), 'parameter')}"
         raise Conflict(
@@ -224,8 +224,8 @@ class Slots:
 
 
 def _in_model_order(tensors: Mapping[Any, Any]) -> bool:
-    """False for weights that are sorted by size of element and name, as safetensors sorts them: that is no model's
-    order, as a weight stands before its bias there."""
+    """False for weights sorted by element size and name, as safetensors sorts them: no model has that order, since it
+    has a weight before its bias."""
     dtypes = {name: getattr(value, "dtype", None) for name, value in tensors.items() if type(name) is str}
     names = [(-dtype.itemsize, name) for name, dtype in dtypes.items() if dtype is not None]
     return len(names) < 3 or names != sorted(names)

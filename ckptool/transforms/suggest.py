@@ -1,9 +1,9 @@
-"""Rules that would make more of a checkpoint fit a target, as what one can pass back to `--rename` or `--rules`.
+"""Rules that would make more of a checkpoint fit a target, in a form to pass back to `--rename` or `--rules`.
 
-Keys that differ in numbers only are a family. A link says which family of the target one of the checkpoint is: by the
-prefix of a wrapper, or by words and shapes. It is made only if no other family of either side has as much for it: what
-is ambiguous is not suggested. That makes it conservative: where every word of a name either stays or is replaced by one
-that is used nowhere else, and numbers stay, a link is a true one. The links become few rules, each tried on all keys.
+Keys that differ in numbers only are a family. A link says which family of the target a family of the checkpoint is: by
+the prefix of a wrapper, or by words and shapes. It is made only if no other family of either side has as much evidence:
+nothing ambiguous is suggested. That is conservative: where every word of a name either stays or is replaced by one that
+is used nowhere else, and numbers stay, a link is a true one. The links become few rules, each tried on all keys.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ Trait = tuple[int, ...] | None
 """What two keys must have in common to be the same tensor: the shape, or the shape and the values."""
 Numbers = tuple[str, ...]
 Goals = dict[str, tuple[str, ...]]
-"""Where keys go: the operations, and the new names that a key becomes, or a part of."""
+"""Where keys go: the operations, and the new names that a key becomes or becomes a part of."""
 
-# Stand where a number was, and that of tensors that are stacked, and between names; no key that has one is looked at.
+# Placeholders for a number, for the number of stacked tensors, and between names; keys that contain one are ignored.
 HOLE, STACK, BREAK = map(chr, range(0xF0000, 0xF0003))
-STACKED = "e"  # the variable of those that are stacked
-VARIABLES = "nmkj"  # of rules, for the numbers of a family; so many of them vary at most
+STACKED = "e"  # the variable of stacked tensors
+VARIABLES = "nmkj"  # of rules, for the numbers of a family, of which at most as many vary
 PLAIN = tuple(f"{{{name}}}" for name in VARIABLES)
 _HELD = re.compile(f"[{HOLE}{STACK}{BREAK}]")
-LEVELS = ((4, 4), (3, 3), (2, 2), (2, 1), (1, 2), (1, 1), (0, 0))  # how many numbers of names vary: all first
+LEVELS = ((4, 4), (3, 3), (2, 2), (2, 1), (1, 2), (1, 1), (0, 0))  # how many numbers of names vary: most first
 LONG, DEEP = 500, 32  # characters of a key and parts of a name; nothing is suggested for longer ones
-MOST = 10_000  # keys of a side: of more, only the prefix of a wrapper is found
+MOST = 10_000  # keys of a side; with more, only the prefix of a wrapper is found
 MOST_ALIKE = 64  # names of the same shapes that are compared
-TRIES = 300_000  # of a rule on a key; reading a rule counts for `READING` of them
+TRIES = 300_000  # of a rule on a key; parsing a rule counts as `READING` tries
 READING = 400
 _NUMBER = re.compile(r"(?<![0-9])(?<!\.original)([0-9]{1,15})(?![0-9])")
 _PARTS = re.compile(r"\.(?![^{}]*\})")  # the dots of a name in a rule, but those within {a.b,c}
 
 # Words ---------------------------------------------------------------------------------------------------------------
 
-# Words of different libraries for one thing.
+# Different libraries' words for one thing.
 _SAME = """
 norm: ln layernorm norms bn batchnorm gn groupnorm rmsnorm lnorm layernorms
 attn: attention attentions selfattn selfattention mha multihead
@@ -77,10 +77,10 @@ _COMPOUND = (
     (re.compile(r"\bwpe\b"), "pos_embed"),
     (re.compile(r"layer_norm|LayerNorm"), "norm"),
 )
-# Words that many names have, and that do not tell one tensor of a block from another.
+# Words of many names, which do not distinguish one tensor of a block from another.
 _WEAK = frozenset("linear block model module net network backbone features body self base transformer enc".split())
 _PARAMETERS = frozenset("weight bias running mean var num batches tracked".split())
-# A name with a word of such a set never means a name with a different one.
+# A name with one word of such a set never matches a name with a different one.
 _ROLES = tuple(
     frozenset(roles.split())
     for roles in (
@@ -100,7 +100,7 @@ def words(name: str) -> frozenset[str]:
 
 
 def contradict(one: frozenset[str], other: frozenset[str]) -> bool:
-    """True for the words of names that cannot be the same tensor, whatever their shapes: a query and a key."""
+    """True for words of names that cannot be the same tensor, whatever their shapes, such as a query and a key."""
     return any((ours := one & roles) and (theirs := other & roles) and not ours & theirs for roles in _ROLES)
 
 
@@ -109,9 +109,9 @@ def contradict(one: frozenset[str], other: frozenset[str]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Keys that differ in their numbers only, by these, in order.
+    """Keys that differ in their numbers only, by these numbers, in order.
 
-    text: with `HOLE` in the places of numbers.  traits: of the keys, in their order.
+    text: the name with `HOLE` in place of numbers.  traits: of the keys, in their order.
     """
 
     text: str
@@ -142,12 +142,12 @@ class Family:
 
 
 def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
-    """The families of keys. vary: how many numbers of a name may vary, the first ones; the others are text."""
-    alike: dict[tuple[str, ...], list[tuple[Numbers, str]]] = defaultdict(list)
+    """The families of keys. vary: how many numbers of a name may vary, counted from the front; others are text."""
+    by_text: dict[tuple[str, ...], list[tuple[Numbers, str]]] = defaultdict(list)
     for key in traits:
         parts = _NUMBER.split(key)
-        alike[tuple(parts[::2])].append((tuple(parts[1::2]), key))
-    stack, found = [*alike.items()], list[Family]()
+        by_text[tuple(parts[::2])].append((tuple(parts[1::2]), key))
+    stack, results = [*by_text.items()], list[Family]()
     while stack:
         pieces, rows = stack.pop()
         columns = zip(*(numbers for numbers, _ in rows), strict=True)
@@ -156,7 +156,7 @@ def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
             parts_of: dict[Numbers, list[tuple[Numbers, str]]] = defaultdict(list)
             for numbers, key in rows:
                 parts_of[tuple(numbers[place] for place in varying[vary:])].append((numbers, key))
-            stack += [(pieces, some) for some in parts_of.values()]
+            stack += [(pieces, members) for members in parts_of.values()]
             continue
         texts, first = [pieces[0]], rows[0][0]
         for place, piece in enumerate(pieces[1:]):
@@ -166,52 +166,52 @@ def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
                 texts[-1] += first[place] + piece
         rows.sort(key=lambda row: ([*map(int, row[0])], row[0]))
         keys = {tuple(numbers[place] for place in varying): key for numbers, key in rows}
-        found.append(Family(HOLE.join(texts), keys, tuple(traits[key] for key in keys.values())))
+        results.append(Family(HOLE.join(texts), keys, tuple(traits[key] for key in keys.values())))
     order = {key: number for number, key in enumerate(traits)}
-    return sorted(found, key=lambda family: min(order[key] for key in family.keys.values()))
+    return sorted(results, key=lambda family: min(order[key] for key in family.keys.values()))
 
 
 def matched(ours: Family, theirs: Family | None) -> Link | None:
-    """Which key of one family is which of another, with the same traits; None where nothing says so.
+    """Which key of one family is which of another, with the same traits; None where there is no evidence for it.
 
-    Keys of the same numbers, where these begin alike and one family may go on for longer; or in their order, where the
-    traits tell that it is so.
+    Keys with the same numbers, if these begin alike and one family at most goes on for longer; or in their order, if
+    the traits are evidence of that.
     """
-    have, want = (dict(zip(each.keys, each.traits, strict=True)) if each else {} for each in (ours, theirs))
+    have, want = (dict(zip(family.keys, family.traits, strict=True)) if family else {} for family in (ours, theirs))
     mine, goals = [*have], [*want]
     if theirs is not None and mine[0] == goals[0] and (have.keys() <= want.keys() or want.keys() <= have.keys()):
         mine = goals = [numbers for numbers in mine if numbers in want]
-    if theirs is None or [have[each] for each in mine] != [want[each] for each in goals]:
+    if theirs is None or [have[numbers] for numbers in mine] != [want[numbers] for numbers in goals]:
         return None
-    alike: dict[Numbers, set[Trait]] = defaultdict(set)  # of the keys of which the same numbers stay what they are
+    traits_at: dict[Numbers, set[Trait]] = defaultdict(set)  # by the numbers that stay the same
     places = [place for place, column in enumerate(zip(*goals, strict=True)) if column in zip(*mine, strict=True)]
     for numbers in goals:
-        alike[tuple(numbers[place] for place in places)].add(want[numbers])
-    known = len(alike) == len(goals) or any(len(each) > 1 for each in alike.values())
+        traits_at[tuple(numbers[place] for place in places)].add(want[numbers])
+    is_certain = len(traits_at) == len(goals) or any(len(traits) > 1 for traits in traits_at.values())
     keys = ((ours.keys[old], theirs.keys[new]) for old, new in zip(mine, goals, strict=True))
-    return link_of([Pairing((old,), (old,), new) for old, new in keys]) if known else None
+    return link_of([Pairing((old,), (old,), new) for old, new in keys]) if is_certain else None
 
 
 def fitted(old: Sequence[Numbers], new: Sequence[Numbers]) -> list[str] | None:
-    """The numbers of new names, in rules, by those of the old ones beside them: `{n}`, `{n + 1}`, `{n // 3}`, …"""
+    """How rules write the numbers of new names, from those of the old names: `{n}`, `{n + 1}`, `{n // 3}`, …"""
     columns = list(zip(VARIABLES, zip(*old, strict=True), strict=False))
-    found = [next(_expressions(columns, goal), "") for goal in zip(*new, strict=True)]
-    return [f"{{{each}}}" for each in found] if all(found) else None
+    expressions = [next(_expressions(columns, goal), "") for goal in zip(*new, strict=True)]
+    return [f"{{{expression}}}" for expression in expressions] if all(expressions) else None
 
 
 def _expressions(columns: Iterable[tuple[str, tuple[str, ...]]], goal: tuple[str, ...]) -> Iterator[str]:
-    wanted = [int(number) for number in goal]
+    targets = [int(number) for number in goal]
     for name, column in columns:
         have = [int(number) for number in column]
         if column == goal:
             yield name
-        by = wanted[0] - have[0]
-        if by and all(b - a == by for a, b in zip(have, wanted, strict=True)):
+        by = targets[0] - have[0]
+        if by and all(b - a == by for a, b in zip(have, targets, strict=True)):
             yield f"{name} {'+' if by > 0 else '-'} {abs(by)}"
         for size in range(2, min(len(set(have)), 64)):
-            if [each // size for each in have] == wanted:
+            if [number // size for number in have] == targets:
                 yield f"{name} // {size}"
-            if [each % size for each in have] == wanted:
+            if [number % size for number in have] == targets:
                 yield f"{name} % {size}"
 
 
@@ -219,9 +219,9 @@ def _expressions(columns: Iterable[tuple[str, tuple[str, ...]]], goal: tuple[str
 
 
 class Link(NamedTuple):
-    """Keys of the one side that are keys of the other. old, new: both names as a rule has them, with its operations.
+    """Keys of one side that are keys of the other. old, new: both names as a rule writes them.
 
-    numbers: of the new names.  why: the evidence.
+    numbers: of the new names.  chain: the operations.  why: the evidence.
     """
 
     old: str
@@ -233,8 +233,8 @@ class Link(NamedTuple):
 
 
 class Pairing(NamedTuple):
-    """Keys that become one of the other side, or that one becomes. names: theirs, where `STACK` stands for the numbers
-    of what is stacked.  whole: that one."""
+    """Keys that become one of the other side, or the reverse. names: theirs, with `STACK` for the numbers of stacked
+    tensors.  whole: the one key."""
 
     names: tuple[str, ...]
     keys: tuple[str, ...]
@@ -242,9 +242,9 @@ class Pairing(NamedTuple):
 
 
 def link_of(uses: Sequence[Pairing], chain: str = "", splits: bool = False) -> Link | None:
-    """The link of keys that become others by the same operations; None where their numbers do not say which.
+    """The link of keys that become others by the same operations; None where their numbers do not tell which.
 
-    splits: the wholes become the others, by the inverse.
+    splits: the wholes become the others, by the inverse operations.
     """
     rows = [BREAK.join((use.whole, *use.names) if splits else (*use.names, use.whole)) for use in uses]
     family, *others = families(dict.fromkeys(rows), len(rows[0]))
@@ -267,11 +267,11 @@ def link_of(uses: Sequence[Pairing], chain: str = "", splits: bool = False) -> L
 
 
 def links_of(pairs: Mapping[str, str]) -> Iterator[Link]:
-    """Links for keys that are only renamed: for many of them together, or for each where its numbers do not fit."""
-    alike: dict[str, list[Pairing]] = defaultdict(list)
+    """Links for keys that are only renamed: one for many keys together, or one each where the numbers do not fit."""
+    by_text: dict[str, list[Pairing]] = defaultdict(list)
     for old, new in pairs.items():
-        alike[_NUMBER.sub(HOLE, old + BREAK + new)].append(Pairing((old,), (old,), new))
-    for uses in alike.values():
+        by_text[_NUMBER.sub(HOLE, old + BREAK + new)].append(Pairing((old,), (old,), new))
+    for uses in by_text.values():
         together = link_of(uses)
         yield from filter(None, [together] if together else (link_of([use]) for use in uses))
 
@@ -283,12 +283,12 @@ def filled(text: str, numbers: Sequence[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """A literal text in a rule: with a backslash before what would mean something."""
+    """A literal text in a rule, with a backslash before special characters."""
     return re.sub(r"([\\*{,]|\s(?=:\s))", r"\\\1", text).replace("=>", "=\\>")
 
 
 def choice(names: Sequence[str]) -> str:
-    """Names that differ at one place as one: `attn.{q,k,v}_proj`."""
+    """Names that differ at one place, written as one: `attn.{q,k,v}_proj`."""
     if len(names) == 1:
         return names[0]
     rows = [re.findall(r"\{[^{}]*\}|\\.|[^\W_]+|.", name, re.DOTALL) for name in names]
@@ -306,44 +306,44 @@ def _common_start(rows: Sequence[list[str]]) -> list[str]:
 
 
 class OpenFamilies(NamedTuple):
-    """Those of a side that have no link. alike: by shape.  called: by word and rank.  modules: by leaf."""
+    """The families of a side that have no link. by_word: by word and rank.  by_module: by module, then by leaf."""
 
-    alike: dict[Trait, list[Family]]
-    called: dict[tuple[str, int], list[Family]]
-    modules: dict[str, dict[str, Family]]
+    by_trait: dict[Trait, list[Family]]
+    by_word: dict[tuple[str, int], list[Family]]
+    by_module: dict[str, dict[str, Family]]
 
     @classmethod
-    def of(cls, some: Iterable[Family], free: Mapping[str, Trait]) -> OpenFamilies:
-        found = cls(defaultdict(list), defaultdict(list), defaultdict(dict))
-        for family in (each for each in some if free.keys() >= {*each.keys.values()}):
-            found.modules[family.module][family.leaf] = family
+    def of(cls, side: Iterable[Family], free: Mapping[str, Trait]) -> OpenFamilies:
+        result = cls(defaultdict(list), defaultdict(list), defaultdict(dict))
+        for family in (family for family in side if free.keys() >= {*family.keys.values()}):
+            result.by_module[family.module][family.leaf] = family
             for trait in {*family.traits}:
-                found.alike[trait].append(family)
+                result.by_trait[trait].append(family)
             for word in family.words:
-                found.called[word, family.rank].append(family)
-        return found
+                result.by_word[word, family.rank].append(family)
+        return result
 
     def has_rival(self, chosen: Family, other: Family, others: OpenFamilies) -> bool:
-        """True if the name of another of these is as near to that of the other side: it has a shape of the chosen one,
-        or it is nearer, and has a shape that the other side does not have."""
+        """True if another of these is as near in name to `other`: with a shape of the chosen one, or nearer and with a
+        shape that the other side lacks."""
         name, shared = other.words, other.words & chosen.words
-        alike = (each for trait in {*chosen.traits} for each in self.alike[trait])
-        if any(each is not chosen and not name & each.words < shared for each in alike):
+        same_trait = (near for trait in {*chosen.traits} for near in self.by_trait[trait])
+        if any(near is not chosen and not name & near.words < shared for near in same_trait):
             return True
-        called = (each for word in name - shared for each in self.called.get((word, other.rank), ()))
-        return any(name & each.words > shared and others.alike.keys().isdisjoint(each.traits) for each in called)
+        same_word = (near for word in name - shared for near in self.by_word.get((word, other.rank), ()))
+        return any(name & near.words > shared and others.by_trait.keys().isdisjoint(near.traits) for near in same_word)
 
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """The search for links. free: keys of both sides that have none so far.  ways: prefixes that would fit."""
+    """The search for links. free: keys of both sides that have none yet.  ways: prefixes that would fit."""
 
     free: tuple[dict[str, Trait], dict[str, Trait]]
     links: list[Link] = field(default_factory=list)
     ways: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        """Finds all, with all numbers of names as variables first, then with fewer."""
+        """Finds all links, first with all numbers of names as variables, then with fewer."""
         self._by_prefix(*map(families, self.free, LEVELS[0]))
         for level in LEVELS if max(map(len, self.free)) <= MOST else ():
             self._by_words(*map(families, self.free, level))
@@ -357,8 +357,8 @@ class Search:
             del self.free[0][key], self.free[1][goal]
 
     def _by_prefix(self, *sides: list[Family]) -> None:
-        """Names that are the same, or are without the prefix of a wrapper, or with it."""
-        ours, theirs = ({each.text: each for each in side if each.text.count(".") < DEEP} for side in sides)
+        """Links names that are the same once the prefix of a wrapper is removed or added."""
+        ours, theirs = ({other.text: other for other in side if other.text.count(".") < DEEP} for side in sides)
         votes = dict[tuple[str, str], None]()
         for mine, others, back in ((ours, theirs, False), (theirs, ours, True)):
             for text in mine:
@@ -375,11 +375,11 @@ class Search:
         ways = [way for way in ways if 2 * len(way[2]) >= largest]
         self.ways = [f"{old}* as {new}*".replace(HOLE, "*") for old, new, _ in ways]
         for old, new, links in ways if len(ways) == 1 else ():
-            # Other names of either side that end in what the prefix leaves may be meant instead.
+            # Other names of either side that end the same after the prefix may be meant instead.
             linked = {prefix + text for prefix in (old, new) for text in links}
-            rest = [each for side in (ours, theirs) for text, each in side.items() if text not in linked]
+            rest = [other for side in (ours, theirs) for text, other in side.items() if text not in linked]
             ends = {
-                (each.text[start:], trait) for each in rest for start in _starts(each.text) for trait in each.traits
+                (other.text[start:], trait) for other in rest for start in _starts(other.text) for trait in other.traits
             }
             rivals = sum(not ends.isdisjoint((text, trait) for trait in ours[old + text].traits) for text in links)
             if 2 * rivals < len(links) or not without_wrappers(old or new):
@@ -388,43 +388,42 @@ class Search:
                     self._accept(link, f"{how} the names are the target's")
 
     def _by_words(self, *sides: list[Family]) -> None:
-        """Families that have more words in common with each other than with any rival, in modules whose other tensors
-        are not of another rank; and with them those of their modules, of no other numbers, that share leaves and
-        shapes."""
+        """Links families that have more words in common than either has with any rival, in modules whose other tensors
+        have the same ranks; and with them families of the same modules and numbers that share leaves and shapes."""
         before = -1
         while len(self.links) != before:
             before = len(self.links)
             ours, theirs = map(OpenFamilies.of, sides, self.free)
-            for one, shape in ((one, shape) for shape, some in ours.alike.items() for one in some):
-                goals = theirs.alike.get(shape, [])
-                if not goals or max(len(ours.alike[shape]), len(goals)) > MOST_ALIKE:
+            for mine, shape in ((mine, shape) for shape, members in ours.by_trait.items() for mine in members):
+                goals = theirs.by_trait.get(shape, [])
+                if not goals or max(len(ours.by_trait[shape]), len(goals)) > MOST_ALIKE:
                     continue
-                near = max(goals, key=lambda each: len(one.words & each.words))
-                shapes = {*one.traits, *near.traits}
-                alone = all(len(side.alike.get(each, ())) == 1 for side in (ours, theirs) for each in shapes)
-                linear = {"linear"} if alone and len(one.keys) + len(shape or ()) > 3 else set[str]()
-                if not one.words & near.words - _PARAMETERS - (_WEAK - linear):
+                near = max(goals, key=lambda goal: len(mine.words & goal.words))
+                shapes = {*mine.traits, *near.traits}
+                alone = all(len(side.by_trait.get(trait, ())) == 1 for side in (ours, theirs) for trait in shapes)
+                linear = {"linear"} if alone and len(mine.keys) + len(shape or ()) > 3 else set[str]()
+                if not mine.words & near.words - _PARAMETERS - (_WEAK - linear):
                     continue
-                link = matched(one, near)
-                # Names that contradict each other, or differ in numbers only, are of other layers, or count otherwise.
+                link = matched(mine, near)
+                # Names that contradict each other or differ in numbers only are other layers, or are counted otherwise.
                 if (
                     link is None
                     or not self._is_open(link)
-                    or one.unnumbered == near.unnumbered
-                    or contradict(one.words, near.words)
-                    or theirs.has_rival(near, one, ours)
-                    or ours.has_rival(one, near, theirs)
+                    or mine.unnumbered == near.unnumbered
+                    or contradict(mine.words, near.words)
+                    or theirs.has_rival(near, mine, ours)
+                    or ours.has_rival(mine, near, theirs)
                 ):
                     continue
-                beside = theirs.modules[near.module] if one.leaf == near.leaf else {}
-                both = [(each, beside[leaf]) for leaf, each in ours.modules[one.module].items() if leaf in beside]
-                if all(each.rank == other.rank for each, other in both):
+                beside = theirs.by_module[near.module] if mine.leaf == near.leaf else {}
+                pairs = [(other, beside[leaf]) for leaf, other in ours.by_module[mine.module].items() if leaf in beside]
+                if all(other.rank == counterpart.rank for other, counterpart in pairs):
                     nearest = "of the tensors with these shapes, the names are the nearest"
                     self._accept(link, "nothing else has these shapes" if alone else nearest)
-                    for each, other in both:
-                        more = matched(each, other) if each.keys.keys() <= one.keys.keys() else None
-                        if more is not None and more.numbers == link.numbers and self._is_open(more):
-                            self._accept(more, "the other tensors of the module fit")
+                    for other, counterpart in pairs:
+                        extra = matched(other, counterpart) if other.keys.keys() <= mine.keys.keys() else None
+                        if extra is not None and extra.numbers == link.numbers and self._is_open(extra):
+                            self._accept(extra, "the other tensors of the module fit")
 
 
 def _starts(text: str) -> list[int]:
@@ -441,36 +440,36 @@ def written_rules(
     target: Mapping[str, Trait] | None = None,
     placed: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[Suggestion], set[str]]:
-    """Few rules for links, of which each is right by itself, and the keys that they take.
+    """Few rules for links, each correct by itself, and the keys that they take.
 
-    source, target: all keys; no target: rules take nothing that has no link.  placed: keys that have a place, with
-    their names. No rule takes a key that belongs to another, or gives a key without a counterpart a name that is
-    somebody's.
+    source, target: all keys; without a target, rules take only keys with a link.  placed: keys that have a place
+    already, with their names. No rule takes a key that belongs to another, or gives a key without a counterpart a name
+    that is in use.
     """
     links = sorted(links, key=lambda link: not link.chain)
     meant = {key: ("", name) for key, name in placed.items()} | {k: g for link in links for k, g in link.goals.items()}
     names = {name for goal in meant.values() for name in goal[1:]} | {key for key in source if key not in meant}
-    left, rules, covered = TRIES // (READING + len(source)), list[Suggestion](), set[str]()
+    budget, rules, covered = TRIES // (READING + len(source)), list[Suggestion](), set[str]()
 
     def taken_by(text: str) -> Goals:
-        """What the rule makes of keys; nothing if it would take a key that it must not."""
+        """Where the rule sends keys; nothing if it would take a key that it must not."""
         try:
-            made = goals_of(steps_of(parse_rules(text), source)[0])
-        except CkptoolError:  # a name with what no rule can say, or some of what belongs together
+            goals = goals_of(steps_of(parse_rules(text), source)[0])
+        except CkptoolError:  # a name that no rule can write, or tensors that belong together and are not all there
             return {}
-        takes = {k: goal for k, goal in made.items() if k not in placed and (target is None or goal != ("", k))}
-        others = {key: goal for key, goal in takes.items() if key not in meant}
-        new = {goal[1] for goal in others.values()}
-        is_wrong = any(goal != meant.get(key, goal) for key, goal in made.items()) or (target is None and others)
-        is_anothers = len(new) < len(others) or not names.isdisjoint(new)
-        fits = any(goal[0] or (target or {}).get(goal[1], 0) == source[key] for key, goal in others.items())
+        takes = {k: goal for k, goal in goals.items() if k not in placed and (target is None or goal != ("", k))}
+        unlinked = {key: goal for key, goal in takes.items() if key not in meant}
+        new = {goal[1] for goal in unlinked.values()}
+        is_wrong = any(goal != meant.get(key, goal) for key, goal in goals.items()) or (target is None and unlinked)
+        is_anothers = len(new) < len(unlinked) or not names.isdisjoint(new)
+        fits = any(goal[0] or (target or {}).get(goal[1], 0) == source[key] for key, goal in unlinked.items())
         return {} if is_wrong or is_anothers or fits else takes
 
     for link in links:
         open_goals = link.goals.keys() - covered
         for text in candidates(link) if open_goals else ():
-            left -= 1
-            takes = taken_by(text) if left >= 0 else {}
+            budget -= 1
+            takes = taken_by(text) if budget >= 0 else {}
             if takes.keys() & open_goals:
                 names.update(goal[1] for goal in takes.values())
                 takes = {key: goal for key, goal in takes.items() if key not in covered}
@@ -482,7 +481,7 @@ def written_rules(
 
 
 def goals_of(steps: Iterable[Step]) -> Goals:
-    """Where keys go by the steps; the number of what is stacked stays open."""
+    """Where keys go by the steps; the number of stacked tensors stays open."""
     goals = Goals()
     for step in steps:
         groups = {**step.groups, f"v_{STACKED}": f"{{{STACKED}}}"}
@@ -491,19 +490,19 @@ def goals_of(steps: Iterable[Step]) -> Goals:
 
 
 def candidates(link: Link) -> Iterator[str]:
-    """Rules for a link, the most general first: with `*` for parts that both names share before their ends."""
+    """Rules for a link, the most general first: with `*` for the parts that both names share before their ends."""
     old, new = _PARTS.split(link.old), _PARTS.split(link.new)
-    leaf = int(old[-1] != new[-1])  # which may have another name: `gamma`, `weight`
+    leaf = int(old[-1] != new[-1])  # the leaf may be renamed: `gamma`, `weight`
     stems, ends = [side[: len(side) - leaf] for side in (old, new)], [side[len(side) - leaf :] for side in (old, new)]
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(*map(reversed, stems), strict=False))
-    for length in range(sum(1 for _ in alike), 0, -1):
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(*map(reversed, stems), strict=False))
+    for length in range(sum(1 for _ in shared), 0, -1):
         before, after = (".".join([*stem[:-length], "*", *end]) for stem, end in zip(stems, ends, strict=True))
         yield rule_text(before, after, link.chain)
     yield rule_text(link.old, link.new, link.chain)
 
 
 def rule_text(old: str, new: str, chain: str = "") -> str:
-    """A rule of names as rules have them; with a backslash where it would begin like a regular expression."""
+    """A rule from the names of its sides; with a backslash where it would begin like a regular expression."""
     start = "\\" if old.startswith("re:") else ""
     return f"{start}{old} => {new}{f' : {chain}' if chain else ''}"
 
@@ -513,8 +512,8 @@ def suggest(
 ) -> list[Suggestion]:
     """Suggestions for keys of `source` without a counterpart in `target`, a rule each.
 
-    source: all keys as the rules will see them, with their shapes; None for what has none.  placed: names of the target
-    that keys have already; by default those that are equal. All rules together are valid, give no two keys one name
+    source: all keys as the rules will see them, with their shapes; None for what has none.  placed: keys that have a
+    name of the target already; by default those that are equal. All rules together are valid, give no two keys one name
     and change no key that is placed.
     """
     placed = {key: key for key in source if key in target} if placed is None else placed
@@ -525,15 +524,15 @@ def suggest(
         return []
     search = Search((ours, theirs))
     search.run()
-    found, _ = written_rules(search.links, source, target, placed)
+    suggestions, _ = written_rules(search.links, source, target, placed)
     if len(search.ways) > 1:
         why = f"the names and shapes fit in more than one way: {listed([*map(printable, search.ways)])}"
-        found.append(Suggestion((), 0, 0, why))
-    return found
+        suggestions.append(Suggestion((), 0, 0, why))
+    return suggestions
 
 
 def is_plain(key: str) -> bool:
-    """True for a key that is neither too long nor has what stands for something else here."""
+    """True for a key that is not too long and contains no placeholder."""
     return len(key) <= LONG and not _HELD.search(key)
 
 
@@ -550,7 +549,7 @@ def rules_file(suggestions: Iterable[Suggestion]) -> str:
 
 
 def yaml_item(text: str) -> str:
-    """A text as an item of a list in a file of rules, in a line."""
+    """A text as a one-line list item in a file of rules."""
     import yaml
 
     return yaml.safe_dump([text], default_style="'", width=1 << 30, allow_unicode=False).strip()

@@ -1,7 +1,7 @@
 """A warm start: which tensor of a checkpoint goes under which name of a target, planned before anything is changed.
 
-For the plan only names, shapes and dtypes are looked at; values, up to so many bytes, to say whether a smaller dtype
-loses any. What is written then has the target's keys in its order, each tensor of its type, on the CPU.
+The plan needs only names, shapes and dtypes; values are read, up to a limit, to tell whether a smaller dtype loses any.
+What is then written has the target's keys in the target's order, each tensor in the target's type, on the CPU.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ READ_FOR_LOSSES = 256 << 20  # bytes of tensors that get a smaller dtype, in all
 
 
 class MatchOptions(NamedTuple):
-    """The wishes for a plan. only, exclude: patterns for names of the target, or of the checkpoint after `rules`.
+    """The options of a plan. only, exclude: patterns for names of the target, or of the checkpoint after `rules`.
 
     on_mismatch: where shapes differ, `error`; `skip` keeps the target's tensor.  resize: patterns for names, and
-    how their tensors are computed in the target's shape; the first that matches.
-    min_loaded: the least share of values; None for `little`.  missing: patterns for the only names that may be missing.
+    how their tensors are computed in the target's shape; the first match counts.
+    min_loaded: the least fraction of values, None for `little`.  missing: patterns for all names that may be missing.
     """
 
     rules: Sequence[Rule] = ()
@@ -79,16 +79,16 @@ def match_options(
     min_loaded: float | None = None,
     strict: bool = False,
 ) -> MatchOptions:
-    """The options from texts; the rules of a file come after those given. Raises `UsageError` for an invalid one."""
+    """The options from texts; a file's rules come after those of `rename`. Raises `UsageError` for an invalid one."""
     rules = renaming(several(rename, " => "), rules_file)
     checked_share(min_loaded)
     allowed = None if missing is None else several(missing)
     ways = []
     for text in several(resize, "="):
-        if (found := re.fullmatch(r"(.+?)=(\w+(?:\(.*\))?)", text)) is None:
+        if (match := re.fullmatch(r"(.+?)=(\w+(?:\(.*\))?)", text)) is None:
             what = f"{arg('resize')} {text!r} is not of the form PATTERN=HOW"
             raise UsageError(what, "", f"For example: {arg(resize='pos_embed=bicubic(cls=1)')}")
-        ways.append((found[1], parse_resize(found[2])))
+        ways.append((match[1], parse_resize(match[2])))
     return MatchOptions(rules, several(only), several(exclude), on_mismatch, min_loaded, strict, allowed, ways)
 
 
@@ -101,7 +101,7 @@ class Assignment(NamedTuple):
 
 
 class WarmStartPlan(NamedTuple):
-    """`chosen`: the assignment of each name of the target that is loaded (tied names included); `report`: all of it."""
+    """`chosen`: the assignment of each name of the target that is loaded, tied names included."""
 
     chosen: dict[str, Assignment]
     report: LoadReport
@@ -118,18 +118,18 @@ def plan_warm_start(
     if options.on_mismatch not in ON_MISMATCH:
         what = f"unknown {arg('on_mismatch')} {options.on_mismatch!r}"
         raise UsageError(what, f"Available: {', '.join(ON_MISMATCH)}.")
-    wanted, groups = target.tensors, tie_groups(target.tensors.values()).values()
+    targets, groups = target.tensors, tie_groups(target.tensors.values()).values()
     tensors = {k: v for k, v in root.node.items() if type(k) is str and isinstance(v, (TensorEntry, Composite))}
-    found = _matched(tensors, root.node, target, options)
+    matched = _matched(tensors, root.node, target, options)
     took = remark or (f"took {root.address}" if root.path else "")
     is_other = root.module is not None or root.detail
     texts = [took, f"they are those of a {root.detail}" if is_other else ""]
     texts += [f"of the target: {text}" for text in target.remarks]
-    notes = [*(Note("root", text) for text in texts if text), *found.notes]
-    chosen, mismatched = _fitting(tensors, found, target, options, groups, notes)
+    notes = [*(Note("root", text) for text in texts if text), *matched.notes]
+    chosen, mismatched = _fitting(tensors, matched, target, options, groups, notes)
 
     refused, tied, through = list[Refusal](), list[Tied](), set[str]()
-    for names in groups:  # one name of a tied tensor stands for the others
+    for names in groups:  # one name of a tied tensor represents the others
         first, *others = [name for name in names if name in chosen] or [""]
         for other in others:
             if chosen[first].tensor.view != chosen[other].tensor.view:
@@ -139,23 +139,23 @@ def plan_warm_start(
         if first:
             through.update(name for name in names if name != first)
             chosen.update((name, chosen[first]) for name in names if name != first)
-            tied += [Tied(name, first) for name in names if name != first and name not in found.excluded]
-    # A misfit is reported under whatever name; a tensor that is resized, once.
-    mismatched = [each for each in mismatched if each.target not in through or each.done in (SKIPPED, REFUSED)]
+            tied += [Tied(name, first) for name in names if name != first and name not in matched.excluded]
+    # A misfit is reported under each name, a resized tensor once.
+    mismatched = [fact for fact in mismatched if fact.target not in through or fact.done in (SKIPPED, REFUSED)]
     loaded = []
-    for name in (name for name in wanted if name in chosen and name not in through):
-        choice, expected = chosen[name], wanted[name]
+    for name in (name for name in targets if name in chosen and name not in through):
+        choice, expected = chosen[name], targets[name]
         loaded.append(Loaded(choice.source, name, expected.kind, expected.numel, choice.how))
 
-    met = {*chosen, *found.supplied, *found.excluded, *(each.target for each in mismatched)}
-    taken = {*found.pairs.values()}
-    rest = [(key, name, tensors[key]) for key, name in found.names.items() if key not in taken]
+    met = {*chosen, *matched.supplied, *matched.excluded, *(fact.target for fact in mismatched)}
+    taken = {*matched.pairs.values()}
+    unloaded = [(key, name, tensors[key]) for key, name in matched.names.items() if key not in taken]
     suggestions: list[Suggestion] = []
-    if len(found.pairs) not in (len(found.names), len(wanted)):
-        # Rules that would make more fit, for names as rules see them: without the prefixes that are taken off anyway.
-        ours = {without_wrappers(name): tensors[key].shape for key, name in found.names.items()}
-        theirs = {without_wrappers(name): e.shape for name, e in wanted.items() if name not in found.excluded}
-        placed = {without_wrappers(found.names[key]): without_wrappers(goal) for goal, key in found.pairs.items()}
+    if len(matched.pairs) not in (len(matched.names), len(targets)):
+        # Rules that would make more fit, for names as rules see them: without the prefixes that are removed anyway.
+        ours = {without_wrappers(name): tensors[key].shape for key, name in matched.names.items()}
+        theirs = {without_wrappers(name): e.shape for name, e in targets.items() if name not in matched.excluded}
+        placed = {without_wrappers(matched.names[key]): without_wrappers(goal) for goal, key in matched.pairs.items()}
         suggestions = suggest(ours, theirs, placed)
     report = LoadReport(
         source=source,
@@ -164,22 +164,22 @@ def plan_warm_start(
         root=root.address,
         loaded=tuple(loaded),
         tied=tuple(tied),
-        missing=tuple(Absent("", e.name, e.kind, e.dtype, e.shape) for name, e in wanted.items() if name not in met),
-        unexpected=tuple(Absent(key, name, kind_by_name(key, t.dtype), t.dtype, t.shape) for key, name, t in rest),
+        missing=tuple(Absent("", e.name, e.kind, e.dtype, e.shape) for name, e in targets.items() if name not in met),
+        unexpected=tuple(Absent(key, name, kind_by_name(key, t.dtype), t.dtype, t.shape) for key, name, t in unloaded),
         mismatched=tuple(mismatched),
         dtype_changes=tuple(_dtype_changes(loaded, chosen, target)),
-        excluded=tuple(name for name in wanted if name in found.excluded and name not in chosen),
-        elements=sum(each.elements for each in loaded),
+        excluded=tuple(name for name in targets if name in matched.excluded and name not in chosen),
+        elements=sum(fact.elements for fact in loaded),
         total=sum(expected.numel for expected in target.unique),
         normalised=tuple(notes),
         suggestions=tuple(suggestions),
         refused=(),
-        supplied=tuple(name for name in found.supplied if name not in chosen and name not in found.excluded),
+        supplied=tuple(name for name in matched.supplied if name not in chosen and name not in matched.excluded),
     )
-    skipped = (each.target for each in mismatched if (each.done, each.about) == (SKIPPED, "shape"))
-    out = {*found.excluded, *skipped}
-    asked = {expected.tied_to or name for name, expected in wanted.items() if name not in out}
-    refused += _refusals(report, options, sum(wanted[name].numel for name in asked))
+    skipped = (fact.target for fact in mismatched if (fact.done, fact.about) == (SKIPPED, "shape"))
+    out = {*matched.excluded, *skipped}
+    needed = {expected.tied_to or name for name, expected in targets.items() if name not in out}
+    refused += _refusals(report, options, sum(targets[name].numel for name in needed))
     return WarmStartPlan(chosen, replace(report, refused=tuple(refused)))
 
 
@@ -189,8 +189,8 @@ def plan_warm_start(
 class _Matched(NamedTuple):
     """Which key of the checkpoint is which name of the target. names: of each key that may be loaded, after the rules.
 
-    pairs: name of the target -> key.  excluded: names that are not to be loaded.  supplied: those that torch's own
-    modules give a value where an older file has none.  notes: what was done unasked.
+    pairs: name of the target -> key.  excluded: names that are not to be loaded.  supplied: names to which torch's own
+    modules give a value where an older file has none.  notes: what was done without being asked.
     """
 
     names: dict[str, str]
@@ -201,9 +201,9 @@ class _Matched(NamedTuple):
 
 
 def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: MatchOptions) -> _Matched:
-    """Pairs by the rules and equal names, then without the prefixes of wrappers, then as torch takes older names."""
-    wanted, notes, excluded = target.tensors, list[Note](), set[str]()
-    # By the rules, or by those for its form without wrappers.
+    """Pairs by the rules and equal names, then without wrapper prefixes, then by names of older torch versions."""
+    targets, notes, excluded = target.tensors, list[Note](), set[str]()
+    # By the rules for the key, else by those for its form without wrappers.
     short = {key: without_wrappers(key) for key in tensors}
     rename, names, peeled = by_rules(options.rules, {*short, *short.values()}), dict[str, str](), list[str]()
     for key in short:
@@ -212,18 +212,18 @@ def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: 
             names[key] = new
             peeled.append(key)
     refuse_collisions(names, "the checkpoint")
-    if COUNTER in names and COUNTER not in wanted and names[COUNTER] == COUNTER:
+    if COUNTER in names and COUNTER not in targets and names[COUNTER] == COUNTER:
         del names[COUNTER]
         notes.append(Note("counter-left-out", f"{COUNTER} counts the models of an average; it is no weight"))
     keys = {name: key for key, name in names.items()}
-    both = paired(keys, wanted, lambda name: f"Leave one out: {arg(exclude=keys[name])}")
-    pairs = {goal: keys[name] for goal, name in both.items()}
-    bare = [goal for goal, name in both.items() if goal != name]
-    for word, side, some in (
+    paired_names = paired(keys, targets, lambda name: f"Leave one out: {arg(exclude=keys[name])}")
+    pairs = {goal: keys[name] for goal, name in paired_names.items()}
+    bare = [goal for goal, name in paired_names.items() if goal != name]
+    for word, side, prefixed in (
         ("key", "checkpoint", [*peeled, *(pairs[goal] for goal in bare)]),
         ("name", "target", bare),
     ):
-        prefixes = Counter(filter(None, map(wrappers, dict.fromkeys(some))))
+        prefixes = Counter(filter(None, map(wrappers, dict.fromkeys(prefixed))))
         texts = (f"{prefix} taken off {counted(count, word)} of the {side}" for prefix, count in prefixes.items())
         notes += [Note("prefix", text) for text in texts]
 
@@ -231,7 +231,7 @@ def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: 
     for key, name in names.items():
         if key not in taken:
             free[without_wrappers(name)] = free[name] = key
-    missing = [name for name in wanted if name not in pairs]
+    missing = [name for name in targets if name not in pairs]
     metadata = node.metadata if isinstance(node, OrderedDict) else None
     older, supplied, dropped = accepted(pairs, missing, free, metadata)
     pairs |= older
@@ -243,13 +243,13 @@ def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: 
         shown = listed(supplied, 2)
         notes.append(Note("supplied", f"an older torch did not save them, and torch supplies them: {shown}"))
 
-    if options.only or options.exclude:  # patterns are for what the target calls it, or the rules where it has no name
+    if options.only or options.exclude:  # patterns are for the target's name of a key, else for the rules' name
         goals = {key: goal for goal, key in pairs.items()}
         ours = {key: goals.get(key, name) for key, name in names.items()}
-        forms = {name: {name, without_wrappers(name)} for name in (*wanted, *ours.values())}
-        every = dict.fromkeys(form for both in forms.values() for form in both)
-        kept, left = selected(every, options.only), selected(every, (), options.exclude)
-        excluded = {name for name, both in forms.items() if both.isdisjoint(kept) or not both <= left}
+        forms = {name: {name, without_wrappers(name)} for name in (*targets, *ours.values())}
+        all_forms = dict.fromkeys(form for aliases in forms.values() for form in aliases)
+        included, allowed = selected(all_forms, options.only), selected(all_forms, (), options.exclude)
+        excluded = {name for name, aliases in forms.items() if aliases.isdisjoint(included) or not aliases <= allowed}
         names = {key: name for key, name in names.items() if ours[key] not in excluded}
         pairs = {goal: key for goal, key in pairs.items() if goal not in excluded}
     return _Matched(names, pairs, excluded, supplied, notes)
@@ -260,28 +260,28 @@ def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: 
 
 def _fitting(
     tensors: Mapping[str, Tensor],
-    found: _Matched,
+    matched: _Matched,
     target: Target,
     options: MatchOptions,
     groups: Collection[list[str]],
     notes: list[Note],
 ) -> tuple[dict[str, Assignment], list[Mismatch]]:
-    """What is loaded under each name, as it is or resized, and all that is not as it is wanted.
+    """What is loaded under each name, as it is or resized, and every mismatch.
 
-    groups: names of the target that are one tensor.  notes: what is done to shapes unasked is added to them.
+    groups: names of the target that are one tensor.  notes: what is done to shapes without being asked is added.
     """
     chosen: dict[str, Assignment] = {}
     mismatched: list[Mismatch] = []
     ways: dict[str, Resize | None] = {}
-    for pattern, asked in reversed(options.resize):
-        ways |= dict.fromkeys(selected(target.tensors, [pattern]), asked)
-    for names in groups:  # one tensor is resized in one way
+    for pattern, resize in reversed(options.resize):
+        ways |= dict.fromkeys(selected(target.tensors, [pattern]), resize)
+    for names in groups:  # a tensor is resized in one way under all its names
         ways |= dict.fromkeys(names, next(iter(filter(None, map(ways.get, names))), None))
-    made: dict[Any, TensorEntry] = {}  # by resizing: what is tied in the checkpoint stays so
-    for name in (name for name in target.tensors if name in found.pairs):
-        key, expected, way = found.pairs[name], target.tensors[name], ways.get(name)
+    results: dict[Any, TensorEntry] = {}  # resized tensors: what is tied in the checkpoint stays tied
+    for name in (name for name in target.tensors if name in matched.pairs):
+        key, expected, way = matched.pairs[name], target.tensors[name], ways.get(name)
         tensor = tensors[key]
-        if tensor.shape is None or expected.shape is None:  # as of nested tensors, whose sizes are data
+        if tensor.shape is None or expected.shape is None:  # as for nested tensors, whose sizes are data
             about = "kind"
         else:
             is_cast = isinstance(tensor, TensorEntry) and conversion(tensor.dtype, expected.dtype) is not None
@@ -293,18 +293,18 @@ def _fitting(
         if not about and (way is None or not (way.old or way.new)):  # 14x20 to 20x14 has as many tokens
             chosen[name] = Assignment(key, tensor)
             continue
-        about, how, done = about or "shape", "", SKIPPED if options.on_mismatch == "skip" else REFUSED
+        about, how, outcome = about or "shape", "", SKIPPED if options.on_mismatch == "skip" else REFUSED
         if about == "shape" and way is not None and isinstance(tensor, TensorEntry):
-            done, how, shape = RESIZED, way.text, expected.shape or ()
-            one = made.setdefault((tensor.view, shape, way), resized(tensor, shape, way, name))
-            chosen[name] = Assignment(key, one, how=done)
+            outcome, how, shape = RESIZED, way.text, expected.shape or ()
+            result = results.setdefault((tensor.view, shape, way), resized(tensor, shape, way, name))
+            chosen[name] = Assignment(key, result, how=outcome)
         have, want = Typed(tensor.dtype, tensor.shape), Typed(expected.dtype, expected.shape)
-        mismatched.append(Mismatch(key, name, expected.kind, about, have, want, done, how))
+        mismatched.append(Mismatch(key, name, expected.kind, about, have, want, outcome, how))
     return chosen, mismatched
 
 
 def _dtype_changes(loaded: Sequence[Loaded], chosen: Mapping[str, Assignment], target: Target) -> Iterator[DtypeChange]:
-    """Each change of a dtype; the tensors that may lose values are read while they are not too many."""
+    """Each change of a dtype; tensors that may lose values are read, up to `READ_FOR_LOSSES` bytes."""
     budget = READ_FOR_LOSSES
     for fact in loaded:
         tensor, new = chosen[fact.target].tensor, target.tensors[fact.target].dtype
@@ -327,11 +327,11 @@ def _dtype_changes(loaded: Sequence[Loaded], chosen: Mapping[str, Assignment], t
 _SKIP = f"Keep the model's own: {arg(on_mismatch='skip')}"
 
 
-def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Refusal]:
-    found = []
+def _refusals(report: LoadReport, options: MatchOptions, needed: int) -> list[Refusal]:
+    refusals = []
     if not report.loaded:
         what = "no tensor of the checkpoint fits the target"
-        found.append(Refusal("nothing-loaded", what, _advice(report)))
+        refusals.append(Refusal("nothing-loaded", what, _advice(report)))
     any_way = f"{_SKIP}; compute it: {arg(resize='PATTERN=HOW')}"
     for about, fix in (("shape", any_way), ("dtype", _SKIP), ("kind", _SKIP)):
         facts = [fact for fact in report.mismatched if (fact.done, fact.about) == (REFUSED, about)]
@@ -341,7 +341,7 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
             ways = (of_positions(fact.target, fact.have.shape, fact.want.shape) for fact in facts)
             grid = next((f"{fact.target}={how}" for fact, how in zip(facts, ways, strict=True) if how), "")
             hint = f"For another grid: {arg(resize=grid)}. " if grid else ""  # of a ViT at another size
-            found.append(Refusal(f"{about}-mismatch", what, hint + fix))
+            refusals.append(Refusal(f"{about}-mismatch", what, hint + fix))
     for word, names in (
         ("missing", [fact.name for fact in report.missing]),
         ("unexpected", [fact.source for fact in report.unexpected]),
@@ -350,16 +350,16 @@ def _refusals(report: LoadReport, options: MatchOptions, wanted: int) -> list[Re
         if options.strict and names:
             shown = listed([printable(name) for name in names], 3)
             what = f"{counted(len(names), 'name is', 'names are')} {word}: {shown}"
-            found.append(Refusal("strict", what))
-    if found and not report.loaded:
-        return found
-    if not found and options.min_loaded is None:
-        found = little(report, wanted, _advice(report))
-    return found + unmet(report, options.min_loaded, options.missing)
+            refusals.append(Refusal("strict", what))
+    if refusals and not report.loaded:
+        return refusals
+    if not refusals and options.min_loaded is None:
+        refusals = little(report, needed, _advice(report))
+    return refusals + unmet(report, options.min_loaded, options.missing)
 
 
 def _advice(report: LoadReport) -> str:
-    """The suggestions as options to type, where they are few; else where to look."""
+    """The suggestions as options to type if they are few, else where to look."""
     sure = [rule for suggestion in report.suggestions for rule in suggestion.rules]
     if 0 < len(sure) <= 4:
         return f"Perhaps: {arg(rename=sure)}"
@@ -374,7 +374,7 @@ def _advice(report: LoadReport) -> str:
 def filled(target: Target, chosen: dict[str, Assignment]) -> OrderedDict:
     """Every key of the target with a value: what was chosen from the checkpoint, the rest from the target itself.
 
-    Raises `Conflict` naming what a target without values (a spec) cannot fill up.
+    Raises `Conflict` naming what a target without values (a spec) cannot fill in.
     """
     values, order = target.values or {}, target.values or target.tensors
     own_names = [name for name in order if name not in chosen]
@@ -385,32 +385,32 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> OrderedDict:
             f"Name a target that has values: {arg(against=Slot('CHECKPOINT'))} or {arg(against='file.py:factory')}",
         )
     firsts = {name: expected.tied_to or name for name, expected in target.tensors.items() if name in chosen}
-    made: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for name, first in firsts.items():
-        if first not in made:
+        if first not in results:
             tensor, dtype = chosen[name].tensor, target.tensors[name].dtype
-            made[first] = tensor if isinstance(tensor, Composite) or dtype is None else converted(tensor, dtype)
+            results[first] = tensor if isinstance(tensor, Composite) or dtype is None else converted(tensor, dtype)
     holders: dict[int, list[str]] = {}
-    for first, tensor in made.items():
+    for first, tensor in results.items():
         if isinstance(tensor, TensorEntry):
             holders.setdefault(id(tensor.storage), []).append(first)
     for names in holders.values():
-        tensors: list[Any] = [made[first] for first in names]
+        tensors: list[Any] = [results[first] for first in names]
         bases = [base for first in names if isinstance(base := values.get(first), TensorEntry)]
-        layouts = [[(each.storage.nbytes, each.layout) for each in side] for side in (tensors, bases)]
+        layouts = [[(entry.storage.nbytes, entry.layout) for entry in side] for side in (tensors, bases)]
         if len({id(base.storage) for base in bases}) == 1 and layouts[0] == layouts[1]:
-            continue  # views that lie in one storage just so in the target
-        # Tensors that are two in the target are two here, without what else was in the checkpoint's storage.
+            continue  # views that lie in one storage the same way in the target
+        # Separate tensors in the target are separate here, without the rest of the checkpoint's storage.
         for first, tensor in zip(names, tensors, strict=True):
             if len(tensors) > 1 or tensor.span() != (0, tensor.storage.nbytes):
-                made[first] = compact(tensor.with_storage(tensor.storage.alone()))
+                results[first] = compact(tensor.with_storage(tensor.storage.alone()))
     items: dict[str, Any] = {}
     same: dict[tuple[str, int], Tensor] = {}  # what is one object in the target stays one
     for name in order:
         if name not in firsts:
             items[name] = values[name]
             continue
-        tensor, base = made[firsts[name]], values.get(name)
+        tensor, base = results[firsts[name]], values.get(name)
         if isinstance(tensor, TensorEntry):
             flags = base.flags if isinstance(base, TensorEntry) else NO_FLAGS
             tensor = tensor.with_flags(Flags(flags.requires_grad, flags.parameter, *tensor.flags.lazy))

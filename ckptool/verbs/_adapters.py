@@ -31,15 +31,15 @@ _WHOLE = "1000TB"  # PEFT reads no shards
 
 
 def open_adapter(path: CheckpointLike, config: AdapterConfig | None = None) -> tuple[Checkpoint, Adapter]:
-    """An adapter, with PEFT's configuration: that given (a file, a dictionary, peft's own), or the one beside it."""
+    """An adapter, with PEFT's configuration: `config` (a file, a dictionary, peft's own), or the one beside it."""
     opened = open_whole(path)
     root, _ = one_state_dict(opened.checkpoint, opened.at)
     fields = config_beside(opened.checkpoint, ADAPTER)
     if config is not None and not isinstance(config, (str, os.PathLike)):
-        given = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
+        raw = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
         # As PEFT's adapter_config.json has them: a list for a set.
         sets = (set, frozenset)
-        fields = json.loads(json.dumps(dict(given), default=lambda x: sorted(x) if isinstance(x, sets) else str(x)))
+        fields = json.loads(json.dumps(dict(raw), default=lambda x: sorted(x) if isinstance(x, sets) else str(x)))
         if not fields:
             what = f"{type(config).__name__} is no configuration of an adapter"
             raise UsageError(what, "", "Give adapter_config.json, what is in it, or a peft.LoraConfig.")
@@ -50,27 +50,27 @@ def open_adapter(path: CheckpointLike, config: AdapterConfig | None = None) -> t
     return opened.checkpoint, read_adapter(root.node, printable(opened.name), fields, opened.checkpoint.metadata)
 
 
-def write_adapter(change: Change, whole: Checkpoint, made: AdapterFile, inputs: Sequence[Input | None] = ()) -> Written:
-    """Writes an adapter: with a configuration as PEFT's folder, else as one file.
+def write_adapter(change: Change, base: Checkpoint, file: AdapterFile, inputs: Sequence[Input | None] = ()) -> Written:
+    """Writes an adapter: with a configuration as PEFT's folder, else as one file. base: the checkpoint it comes from.
     Raises `UsageError` for PEFT's into a file, `Unsupported` where the container has no place for a scale."""
-    changed = replace(whole, tree=made.tree, metadata=made.metadata, origin=None, extras={}, discarded=())
+    changed = replace(base, tree=file.tree, metadata=file.metadata, origin=None, extras={}, discarded=())
     changed = replace(changed, part=None, base=())
-    if change.live and (made.config is not None or made.metadata):
+    if change.live and (file.config is not None or file.metadata):
         what = f"{change.verb} makes an adapter with scales, and a dictionary of tensors has no place for them"
         raise UsageError(what, "They stand in its configuration or metadata.", f"Write it: {arg(out='adapter/')}")
-    container = change.format(safetensors.NAME if made.config is None else SHARDED).name
+    container = change.format(safetensors.NAME if file.config is None else SHARDED).name
     beside = None
-    if made.config is not None:
+    if file.config is not None:
         if container != SHARDED:
             what = f"{change.path or ''} would be a file, and an adapter of PEFT is a folder"
             raise UsageError(what, f"Its scales are in {ADAPTER}.", f"For example: {arg(out='adapter/')}")
-        config = json.dumps(made.config, indent=2, sort_keys=True).encode() + b"\n"
+        config = json.dumps(file.config, indent=2, sort_keys=True).encode() + b"\n"
         beside = ModelFolder(PEFT, files={ADAPTER: InlineBytes(config)}, place=ADAPTER)
         change = replace(change, path=None if change.path is None else os.path.join(change.path, ""))
         changed = divided(changed, _WHOLE, STEMS[PEFT])
-    elif DIFFUSERS_CONFIG in made.metadata and container != safetensors.NAME:
+    elif DIFFUSERS_CONFIG in file.metadata and container != safetensors.NAME:
         what = f"{container} has no place for the scales of an adapter with diffusers' names"
         fix = f"Write {arg(out=OUT_SAFETENSORS)}"
         raise Unsupported(what, "They stand in the metadata of safetensors.", fix)
-    sources = [each for each in inputs if each is not None]
-    return change.into(container).write(whole, changed, inputs=sources, beside=beside)
+    sources = [source for source in inputs if source is not None]
+    return change.into(container).write(base, changed, inputs=sources, beside=beside)

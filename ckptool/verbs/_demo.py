@@ -53,15 +53,15 @@ def demo(
     for name, value in weights.items():
         layer = int(name.split(".")[1]) if name.startswith("h.") else 0
         amount = 0.01 * max(layer - LAYERS // 2 + 1, 0)
-        grown = value * (1 + amount * random.standard_normal(value.shape)) if amount else value
-        tuned[name] = grown.astype("f4")
+        trained = value * (1 + amount * random.standard_normal(value.shape)) if amount else value
+        tuned[name] = trained.astype("f4")
     trees = {MODEL: _training(weights, random), TUNED: OrderedDict({k: array_entry(v) for k, v in tuned.items()})}
     files: dict[str, Any] = {}
     for name, tree in trees.items():
         (files[name],) = torch_zip.write(Checkpoint(from_live(tree), torch_zip.NAME)).files.values()
     replace_folder(Plan(files), folder, overwrite=overwrite, replaceable=[CLEAN, WEIGHTS, PAGE])
     lines = [f"demo: {printable(folder)} holds {MODEL} and {TUNED}. To try:", ""]
-    return Page("\n".join([*lines, *(f"  {each!s}" for each in commands(folder))]) + "\n")
+    return Page("\n".join([*lines, *(f"  {line!s}" for line in commands(folder))]) + "\n")
 
 
 def commands(folder: str) -> list[Command]:
@@ -80,7 +80,7 @@ def commands(folder: str) -> list[Command]:
 
 
 def _training(weights: Weights, random: Any) -> dict[str, Any]:
-    """What a training script saves: everything on the GPU, but the steps."""
+    """What a training script saves: everything is on the GPU, except the steps."""
     import numpy
 
     state = {

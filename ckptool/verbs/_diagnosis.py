@@ -60,8 +60,8 @@ def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
         if newest is not None or run:
             fixes = [command("inspect", path) if run else command("scan", path)]
             fixes += [command("doctor", newest.path)] if newest is not None else []
-            each = finding("run" if run else "folder-of-checkpoints")
-            return Diagnosis(path, "", (replace(each, commands=tuple(fixes)),))
+            reason = finding("run" if run else "folder-of-checkpoints")
+            return Diagnosis(path, "", (replace(reason, commands=tuple(fixes)),))
     return Diagnosis(path, "", (_of_problem(problem, path).filled(Chain(path)),))
 
 
@@ -83,59 +83,59 @@ def _of_problem(error: CkptoolError, file: str) -> Finding:
 
 def of_opened(opened: Opened, target: Target | None = None, known: Listing | None = None) -> Diagnosis:
     """The diagnosis of a checkpoint that is open already. target: the model that it is for.  known: its listing, if
-    that is made."""
+    it was made already."""
     checkpoint, file = opened.taken, opened.path
-    found = known if known is not None and opened.at is None else listing(checkpoint)
-    values = _refused_values(checkpoint, found)
-    chosen = best_root(mains(found), target) if target is not None else None
-    taken = _taken_alone(found, chosen, values)
+    contents = known if known is not None and opened.at is None else listing(checkpoint)
+    values = _refused_values(checkpoint, contents)
+    chosen = best_root(mains(contents), target) if target is not None else None
+    sole = _sole_weights(contents, chosen, values)
     way = find_way(chosen, target) if chosen is not None and target is not None else None
-    gone = values.dropped if taken is None and not values.lossy else ()
+    dropped = values.dropped if sole is None and not values.lossy else ()
     damage = []
-    if (wrong := header_damage(checkpoint)) is not None:  # what the other verbs find when they copy the data
-        error, blocks = wrong
-        each = _of_problem(error, file)
+    if (header := header_damage(checkpoint)) is not None:  # what the other verbs find when they copy the data
+        error, blocks = header
+        reason = _of_problem(error, file)
         can_be = isinstance(checkpoint.source, Source) and named(checkpoint.container).recoverable
-        fixes = (command("recover", FILE, out=OUT),) if can_be else each.commands
-        damage = [replace(each, says=each.says if blocks else "", blocks=blocks, commands=fixes)]
-    container = list(_of_container(found, file, values, taken))
+        fixes = (command("recover", FILE, out=OUT),) if can_be else reason.commands
+        damage = [replace(reason, says=reason.says if blocks else "", blocks=blocks, commands=fixes)]
+    container = list(_of_container(contents, file, values, sole))
     findings = [
         *damage,
         *container,
-        *_of_values(values, found, taken),
-        *_of_notes(found, way, any(each.commands for each in container)),
-        *of_layout(found, chosen, target is None, taken, gone),
+        *_of_values(values, contents, sole),
+        *_of_notes(contents, way, any(reason.commands for reason in container)),
+        *of_layout(contents, chosen, target is None, sole, dropped),
     ]
     if chosen is not None and target is not None and way is not None:
         findings += of_target(chosen, target, way)
-    if found.part is not None:
-        part, every = found.part, findings
+    if contents.part is not None:
+        part, unfiltered = contents.part, findings
         findings = []
-        for each in every:  # no verb that writes takes a part, so only the look at the whole helps
-            if each.code == PART and part.kind is PartKind.MEMBERS and not part.is_complete:
+        for reason in unfiltered:  # no verb that writes takes a part, so only the look at the whole helps
+            if reason.code == PART and part.kind is PartKind.MEMBERS and not part.is_complete:
                 advice = "Copy again what is missing or does not belong to it; or take what is there: "
                 take = command("convert", FILE, part=True, out=OUT_PT)
-                each = replace(each, advice=advice, advised=(take,), says="")
-            elif each.code != PART:
-                each = replace(each, commands=())
-            findings += [each] if each.code != FOLDER else []
-    elif any(not each.commands for each in damage) or (
-        any(note.code == UNSAFE for note in found.notes) and not any(e.inert and e.commands for e in findings)
+                reason = replace(reason, advice=advice, advised=(take,), says="")
+            elif reason.code != PART:
+                reason = replace(reason, commands=())
+            findings += [reason] if reason.code != FOLDER else []
+    elif any(not reason.commands for reason in damage) or (
+        any(note.code == UNSAFE for note in contents.notes) and not any(e.inert and e.commands for e in findings)
     ):  # No verb writes such a file again, and none of these leaves out what is wrong with it.
-        findings = [replace(each, commands=tuple(c for c in each.commands if not c.writes)) for each in findings]
-    compact = None if named(found.container).appendable else command("convert", FILE, out=OUT)
+        findings = [replace(item, commands=tuple(c for c in item.commands if not c.writes)) for item in findings]
+    compact = None if named(contents.container).appendable else command("convert", FILE, out=OUT)
     chain = Chain(file, address(checkpoint.base))
     ordered = tuple(in_order(findings, compact, chain))
     at_once, model = "", target.name if target is not None else ""
-    left = [each for each in findings if not each.commands and each.advice != FIXED_ABOVE]
-    is_mended = not any(each.blocks or each.stage in (Stage.PLACE, Stage.ENTRIES) for each in left)  # else it refuses
+    unfixed = [reason for reason in findings if not reason.commands and reason.advice != FIXED_ABOVE]
+    is_mended = not any(item.blocks or item.stage in (Stage.PLACE, Stage.ENTRIES) for item in unfixed)  # else refused
     if file and len(chain.steps) > 1 and is_mended and not damage:  # what `recover` loses only it finds, and refuses
         suffix = parted(chain.steps[-1].out)[1]
-        one = command("doctor", FILE, fix=True, against=model, out=Slot(f"OUT{suffix}"))
-        at_once = str(Chain(file, address(checkpoint.base)).fill(one))
+        fix_all = command("doctor", FILE, fix=True, against=model, out=Slot(f"OUT{suffix}"))
+        at_once = str(Chain(file, address(checkpoint.base)).fill(fix_all))
     unread = str(command("verify", file or FILE, finite=True))
-    engine, parts = engine_of(found.metadata), kinds_of(found.roots)
-    is_a = f"{'an' if found.container[0] in 'aeiou' else 'a'} {found.container} checkpoint"
+    engine, parts = engine_of(contents.metadata), kinds_of(contents.roots)
+    is_a = f"{'an' if contents.container[0] in 'aeiou' else 'a'} {contents.container} checkpoint"
     is_a += (f" ({engine})" if engine else "") + (f" with {listed(parts)}" if parts else "")
     return Diagnosis(file, is_a, ordered, unread, model, at_once)
 
@@ -143,46 +143,46 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
 # The container --------------------------------------------------------------------------------------------------------
 
 
-def _is_of_folder(found: Listing) -> bool:
-    return named(found.container).is_folder and found.container not in _CONTAINERS
+def _is_of_folder(contents: Listing) -> bool:
+    return named(contents.container).is_folder and contents.container not in _CONTAINERS
 
 
-def _is_rewritten(found: Listing) -> bool:
-    """True for a container whose own finding has the command that leaves out what is refused."""
-    return found.container in _CONTAINERS and finding(_CONTAINERS[found.container]).inert
+def _is_rewritten(contents: Listing) -> bool:
+    """True for a container whose own finding has a command that leaves out the refused values."""
+    return contents.container in _CONTAINERS and finding(_CONTAINERS[contents.container]).inert
 
 
-def _of_container(found: Listing, file: str, values: RefusedValues, taken: StateDict | None) -> Iterator[Finding]:
-    suffix, container = os.path.splitext(file)[1].lower(), named(found.container)
-    facts = {"container": found.container, "suffix": suffix}
+def _of_container(contents: Listing, file: str, values: RefusedValues, sole: StateDict | None) -> Iterator[Finding]:
+    suffix, container = os.path.splitext(file)[1].lower(), named(contents.container)
+    facts = {"container": contents.container, "suffix": suffix}
     if suffix in TORCH_SUFFIXES and container.tensors_only and container.keeps_tree:
         yield finding("misnamed, torch", **facts)
     elif suffix in (".safetensors", ".sft") and not (container.tensors_only and container.suffixes):
         # The suffix's own container holds one set of weights and nothing else.
-        weights_alone = any(root.path == () and root.is_model for root in found.roots)
+        weights_alone = any(root.path == () and root.is_model for root in contents.roots)
         yield finding("misnamed, weights" if weights_alone else "misnamed, safetensors", **facts)
-    code = FOLDER if _is_of_folder(found) else _CONTAINERS.get(found.container)
+    code = FOLDER if _is_of_folder(contents) else _CONTAINERS.get(contents.container)
     if code is None:
         return
-    each = finding(code)
-    if container.is_program and not any(root.is_model for root in found.roots):
-        each = replace(each, commands=(), advice="It has no weights: run it with torch.jit.load.")
-    elif code == "numpy-archive" and not found.tensors:
-        each = replace(each, commands=())
-    elif code == FOLDER and taken is not None:
-        take = command("convert", FILE / address(taken.path), out=OUT_PT)
-        advice = f"It takes the weights alone; without #{address(taken.path)}, everything."
-        each = replace(each, commands=(take,), advice=advice)
-    elif not container.is_program and each.inert and values.refused:
+    reason = finding(code)
+    if container.is_program and not any(root.is_model for root in contents.roots):
+        reason = replace(reason, commands=(), advice="It has no weights: run it with torch.jit.load.")
+    elif code == "numpy-archive" and not contents.tensors:
+        reason = replace(reason, commands=())
+    elif code == FOLDER and sole is not None:
+        take = command("convert", FILE / address(sole.path), out=OUT_PT)
+        advice = f"It takes the weights alone; without #{address(sole.path)}, everything."
+        reason = replace(reason, commands=(take,), advice=advice)
+    elif not container.is_program and reason.inert and values.refused:
         plain = command("convert", FILE, weights_only=True, out=OUT_PT)
-        each = replace(each, commands=() if values.lossy else (plain,))
-    yield each
+        reason = replace(reason, commands=() if values.lossy else (plain,))
+    yield reason
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-def _refused_values(checkpoint: Checkpoint, found: Listing) -> RefusedValues:
+def _refused_values(checkpoint: Checkpoint, contents: Listing) -> RefusedValues:
     try:
         plain = weights_only(checkpoint)
     except Conflict:
@@ -190,80 +190,80 @@ def _refused_values(checkpoint: Checkpoint, found: Listing) -> RefusedValues:
         dropped: tuple[str, ...] = ()
     else:
         refused, dropped = plain.refused, tuple(place for place, _ in plain.dropped)
-        nothing = plain.checkpoint.tree is None and checkpoint.tree is not None
-        lossy = nothing or bool(lost_tensors(checkpoint.tree, plain.checkpoint.tree))
-    asked = lossy or named(found.container).is_folder
-    weights = [root for root in found.roots if root.is_model and root.module is None] if asked else []
-    parts = [(root.address, weights_only(Checkpoint(root.node, found.container))) for root in weights]
+        is_empty = plain.checkpoint.tree is None and checkpoint.tree is not None
+        lossy = is_empty or bool(lost_tensors(checkpoint.tree, plain.checkpoint.tree))
+    is_needed = lossy or named(contents.container).is_folder
+    weights = [root for root in contents.roots if root.is_model and root.module is None] if is_needed else []
+    parts = [(root.address, weights_only(Checkpoint(root.node, contents.container))) for root in weights]
     plain_parts = frozenset(place for place, part in parts if not (part.converted or part.dropped))
     return RefusedValues(tuple(refused), lossy, dropped, plain_parts)
 
 
-def _taken_alone(found: Listing, chosen: StateDict | None, values: RefusedValues) -> StateDict | None:
-    """The weights that are written alone, because plain values in place of what is refused would lose tensors."""
-    candidates = mains(found)
+def _sole_weights(contents: Listing, chosen: StateDict | None, values: RefusedValues) -> StateDict | None:
+    """The weights that are written alone: with plain values in place of what is refused, tensors would be lost."""
+    candidates = mains(contents)
     root = chosen or next(iter(candidates), None)
     is_plain = root is not None and root.address in values.plain_parts
-    if root is not None and root.path and _is_of_folder(found):  # once, and not the whole folder first
-        alone = chosen is not None or len(candidates) == 1
-        return root if alone and (not values.refused or is_plain) else None
-    if not values.lossy or root is None or _is_rewritten(found):
+    if root is not None and root.path and _is_of_folder(contents):  # once, and not the whole folder first
+        is_sole = chosen is not None or len(candidates) == 1
+        return root if is_sole and (not values.refused or is_plain) else None
+    if not values.lossy or root is None or _is_rewritten(contents):
         return None
     if root.module is not None:
         return None if quantized_outside(root) else root
     return root if root.path and is_plain else None
 
 
-def _of_values(values: RefusedValues, found: Listing, taken: StateDict | None) -> Iterator[Finding]:
-    if not values.refused or _is_rewritten(found):
-        calls = [note.message for note in found.notes if note.code == UNSAFE and not values.refused]
+def _of_values(values: RefusedValues, contents: Listing, sole: StateDict | None) -> Iterator[Finding]:
+    if not values.refused or _is_rewritten(contents):
+        calls = [note.message for note in contents.notes if note.code == UNSAFE and not values.refused]
         yield from (Finding(UNSAFE, what, stage=Stage.VALUES, inert=True) for what in calls)  # beside it
         return
-    whole = any(root.module is not None for root in found.roots)
-    holds = "a whole model, pickled with its class, which" if whole else "values that"
-    said = {note.code: note.message for note in found.notes}
-    code = next((code for code in (UNSAFE, CUSTOM_CLASS) if code in said), WEIGHTS_ONLY)
-    what = said[UNSAFE] if code == UNSAFE else f"it holds {holds} weights_only refuses: {listed(values.refused, 4)}"
-    if taken is not None and _is_of_folder(found):
-        each = finding("weights-only, beside the weights of a folder", what=what)
-    elif taken is not None:
-        each = finding("weights-only, beside the weights", what=what, place=address(taken.path) or "/")
+    has_module = any(root.module is not None for root in contents.roots)
+    holds = "a whole model, pickled with its class, which" if has_module else "values that"
+    messages = {note.code: note.message for note in contents.notes}
+    code = next((code for code in (UNSAFE, CUSTOM_CLASS) if code in messages), WEIGHTS_ONLY)
+    what = messages[UNSAFE] if code == UNSAFE else f"it holds {holds} weights_only refuses: {listed(values.refused, 4)}"
+    if sole is not None and _is_of_folder(contents):
+        reason = finding("weights-only, beside the weights of a folder", what=what)
+    elif sole is not None:
+        reason = finding("weights-only, beside the weights", what=what, place=address(sole.path) or "/")
     else:
-        each = finding("weights-only, of which plain ones lose some" if values.lossy else "weights-only", what=what)
-        arrays = tuple(note.fix for note in found.notes if note.code == NUMPY and isinstance(note.fix, Command))
-        each = replace(each, commands=arrays or each.commands)
+        reason = finding("weights-only, of which plain ones lose some" if values.lossy else "weights-only", what=what)
+        arrays = tuple(note.fix for note in contents.notes if note.code == NUMPY and isinstance(note.fix, Command))
+        reason = replace(reason, commands=arrays or reason.commands)
     # Engines read their folders with loaders of their own.
-    yield replace(each, code=code, blocks=not named(found.container).is_folder or code == UNSAFE)
+    yield replace(reason, code=code, blocks=not named(contents.container).is_folder or code == UNSAFE)
 
 
 # Notes ----------------------------------------------------------------------------------------------------------------
 
 
-def _of_notes(found: Listing, way: Way | None, rewritten: bool) -> Iterator[Finding]:
-    """The notes on the file. way: how it becomes what the model wants, where that is known; then a wrapper's prefix may
-    be right.  rewritten: another finding's command writes a torch file of what is in it."""
-    seen = {UNSAFE, CUSTOM_CLASS, WEIGHTS_ONLY, MEMBERS}  # said among the values, or of no consequence
-    for note in found.notes:
+def _of_notes(contents: Listing, way: Way | None, rewritten: bool) -> Iterator[Finding]:
+    """The notes on the file. way: how its names become the model's, where that is known; then a wrapper's prefix may be
+    right.  rewritten: another finding's command writes its contents to a torch file."""
+    handled = {UNSAFE, CUSTOM_CLASS, WEIGHTS_ONLY, MEMBERS}  # said among the values, or of no consequence
+    for note in contents.notes:
         row = table("findings")["notes"].get(note.code, {"notes": True})
         stage = Stage[row.get("stage", "BETTER")]
-        if note.code in seen or (stage is Stage.WRAPPERS and way is not None and not way.unwraps):
+        if note.code in handled or (stage is Stage.WRAPPERS and way is not None and not way.unwraps):
             continue
-        seen.add(note.code)
+        handled.add(note.code)
         fixes = (note.fix,) if isinstance(note.fix, Command) else ()
-        each = Finding(note.code, note.message, row.get("says", ""), not row.get("notes"), fixes, stage=stage)
+        reason = Finding(note.code, note.message, row.get("says", ""), not row.get("notes"), fixes, stage=stage)
         if note.code == "ties-recorded":  # `load_file` gives one name of each, and strict loading misses the rest
-            each = replace(finding("tied-weights, recorded", what=note.message), blocks=way is not None)
-            each = replace(each, commands=(), advice=FIXED_ABOVE) if rewritten else each
+            reason = replace(finding("tied-weights, recorded", what=note.message), blocks=way is not None)
+            reason = replace(reason, commands=(), advice=FIXED_ABOVE) if rewritten else reason
         elif stage is Stage.WRAPPERS and way is None and ("--partial" in note.fix or not fixes):
             row_name = "prefix-module, of some keys" if fixes else "prefix-module, with and without"
-            each = replace(finding(row_name, what=note.message, says=each.says), advised=fixes)
+            reason = replace(finding(row_name, what=note.message, says=reason.says), advised=fixes)
             # A module may have a child called module, but none is called as compiling calls it.
-            each = replace(each, code=note.code, blocks=note.code == "prefix-compiled" and not fixes)
-        yield each
+            reason = replace(reason, code=note.code, blocks=note.code == "prefix-compiled" and not fixes)
+        yield reason
     kinds = set[str]()
-    for names in (root.names() for root in found.roots if root.module is not None):
-        having = [PEELED in wrappers(name) for name in names if name != COUNTER]
-        kinds |= {wrappers(name) for name in names} if all(having) or not any(having) else set()  # else a submodule's
+    for names in (root.names() for root in contents.roots if root.module is not None):
+        wrapped = [PEELED in wrappers(name) for name in names if name != COUNTER]
+        kinds |= {wrappers(name) for name in names} if all(wrapped) or not any(wrapped) else set()  # else a submodule's
     kinds -= {""}
-    if kinds and (way is None or way.unwraps) and not named(found.container).is_program:
+    if kinds and (way is None or way.unwraps) and not named(contents.container).is_program:
         yield finding("prefix-module, of a pickled model", wrappers=listed(sorted(kinds)))

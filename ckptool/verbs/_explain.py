@@ -41,17 +41,17 @@ class Explanation(Report):
 
     def told(self) -> Told:
         kind = ""
-        for each in self.codes:
-            (_, meaning), *more = [(head, text.replace("`", "")) for head, text in each.facts.items()]
-            if self.is_list and each.kind != kind:
-                yield from ("", bold(each.kind))
-                kind = each.kind
+        for code in self.codes:
+            (_, meaning), *columns = [(head, text.replace("`", "")) for head, text in code.facts.items()]
+            if self.is_list and code.kind != kind:
+                yield from ("", bold(code.kind))
+                kind = code.kind
             if self.is_list:
-                yield cyan(f"{each.code:{WIDTH}}"), f" {meaning}"
+                yield cyan(f"{code.code:{WIDTH}}"), f" {meaning}"
             else:
                 yield ""
-                yield bold(each.code), f" ({each.kind})"
-                yield from (f"  {meaning}", *(f"  {head}: {text}" for head, text in more))
+                yield bold(code.code), f" ({code.kind})"
+                yield from (f"  {meaning}", *(f"  {head}: {text}" for head, text in columns))
 
 
 @cache
@@ -97,8 +97,8 @@ def explain(
         # Only those of notes are looked for without their brackets, and not in a traceback: `usage: train.py` is none.
         if "Traceback (most" not in shown:
             named = [*named, *(name for name in _NOTE.findall(shown) if name in codes and codes[name].kind != "Errors")]
-        if known := [codes[name] for name in dict.fromkeys(named) if name in codes]:
-            return Explanation(tuple(known))
+        if matches := [codes[name] for name in dict.fromkeys(named) if name in codes]:
+            return Explanation(tuple(matches))
         if recognised(text) is None:
             look = f"{LOOK}{command('doctor', FILE)}"
             raise NoMatch("ckptool does not know this message", f"It says: {first_line(text)}", look)
@@ -108,8 +108,8 @@ def explain(
     pasted = _IN_BRACKETS.match(code)  # as it is printed
     name = pasted[1] if pasted else code.strip("[]: ").lower()
     if name not in codes:
-        meant = nearest(name, codes)
+        closest = nearest(name, codes)
         message = f"For a message: … 2>&1 | {Command(('ckptool', 'explain', '-'))}"
         see = message if " " in name else f"See all: {Command(('ckptool', 'explain'))}"
-        raise NoMatch(f"there is no code {code!r}", f"Did you mean {meant}?" if meant else "", see)
+        raise NoMatch(f"there is no code {code!r}", f"Did you mean {closest}?" if closest else "", see)
     return Explanation((codes[name],))

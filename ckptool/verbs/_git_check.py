@@ -57,8 +57,8 @@ def git_check(
     pointer = POINTER.match(source.read(0, min(source.size, SMALL))) is not None
     problems: list[Problem] = []
     # Where git would store it: what is staged takes precedence over what the attributes promise.
-    if (said := git("check-attr", "-z", "filter", "--", file, ok=(0, 128))) is not None:
-        in_lfs = said.split("\0")[2] == "lfs"
+    if (attributes := git("check-attr", "-z", "filter", "--", file, ok=(0, 128))) is not None:
+        in_lfs = attributes.split("\0")[2] == "lfs"
         staged = (git("--literal-pathspecs", "ls-files", "-s", "-z", "--", file, ok=(0, 128)) or "").split()
         track = f"To store it with git-lfs: git lfs track {quoted('*' + os.path.splitext(file)[1])}"
         held = int(git("cat-file", "-s", staged[1]) or 0) if staged else SMALL if in_lfs else source.size
@@ -78,7 +78,7 @@ def git_check(
             what = f"{row.address or WHOLE}: {row.nans:,} NaN, {row.infs:,} Inf of {row.count:,}"
             problems.append(Problem("non-finite", what))
         files = () if pointer or report.problems else scan(source.path).files
-        if calls := [call.name for one in files for call in one.calls]:
+        if calls := [call.name for scanned in files for call in scanned.calls]:
             problems.append(Problem("unsafe-global", f"loading it with pickle would run {listed(calls)}"))
     except CkptoolError as error:
         problems.append(problem_of(error))

@@ -81,13 +81,13 @@ def git_setup(
     else:
         path = os.path.join((git("rev-parse", "--show-toplevel") or "").removesuffix("\n"), ".gitattributes")
     # This program by its full path: git is also started where it is on no path.
-    own = shutil.which("ckptool", path=sysconfig.get_path("scripts")) or shutil.which("ckptool") or "ckptool"
+    program = shutil.which("ckptool", path=sysconfig.get_path("scripts")) or shutil.which("ckptool") or "ckptool"
     commands: list[tuple[str, ...]] = []
     for key, value in {
-        "diff.ckptool.textconv": f"{shlex.quote(own)} git-setup --textconv",
+        "diff.ckptool.textconv": f"{shlex.quote(program)} git-setup --textconv",
         "diff.ckptool.cachetextconv": "true",
         "diff.ckptool.binary": "true",
-        "difftool.ckptool.cmd": f'{shlex.quote(own)} diff "$LOCAL" "$REMOTE"',
+        "difftool.ckptool.cmd": f'{shlex.quote(program)} diff "$LOCAL" "$REMOTE"',
     }.items():
         old = git("config", scope, "--get-all", key, ok=(0, 1))
         if remove and old is not None:
@@ -103,21 +103,21 @@ def git_setup(
     if os.path.lexists(path):
         check_target(path, overwrite=True)
         before = (source := Source(path)).read(0, source.size)
-    ours = [pattern.encode() + _OURS for pattern in PATTERNS]
-    found = [line.strip() for line in before.splitlines() if line.strip() in ours]
-    after = b"".join(line for line in before.splitlines(keepends=True) if line.strip() not in ours)
+    our_lines = [pattern.encode() + _OURS for pattern in PATTERNS]
+    lines = [line.strip() for line in before.splitlines() if line.strip() in our_lines]
+    after = b"".join(line for line in before.splitlines(keepends=True) if line.strip() not in our_lines)
     if not remove:  # at the end, where they win over `diff=lfs` before them
         after += b"" if after.endswith(b"\n") or not after else b"\n"
-        found, after = ours, after + b"\n".join([*ours, b""])
+        lines, after = our_lines, after + b"\n".join([*our_lines, b""])
     notes: tuple[Note, ...] = ()
     for words in () if dry_run else commands:
         git(*words[1:])
     if after == before:
-        found = []
+        lines = []
     elif not after and not dry_run:
         os.unlink(path)
     elif not dry_run:
         make_folder(os.path.dirname(path))
         notes = replace_file(after, path, overwrite=True)
-    patterns = tuple(os.fsdecode(line.removesuffix(_OURS)) for line in found)
+    patterns = tuple(os.fsdecode(line.removesuffix(_OURS)) for line in lines)
     return GitSetup(tuple(commands), path, patterns, remove, dry_run, notes)

@@ -22,63 +22,63 @@ from ckptool.formats import split
 
 Result = TypeVar("Result")
 Work = Callable[..., Result]
-Given = Mapping[str, Any]  # what was typed
+Options = Mapping[str, Any]  # what was typed
 Pair = tuple[str, str | None]  # a file and its output
 
 
 def each_file(work: Work[Result], files: Sequence[Any], jobs: Jobs = 1) -> Iterator[Result | Exception]:
-    """The results for all files. The error of one is its result: the others are looked at all the same."""
+    """The results for all files. The error of one is its result, and the others are still worked on."""
     with closing(in_turn(work, files, jobs, _size_of)) as tasks:
         for task in tasks:
             result: Result | Exception
             try:
                 result = task()
-            except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
+            except Exception as error:  # noqa: BLE001 (whatever it is, it is reported)
                 result = error
             yield result
 
 
 def _size_of(item: str | Pair) -> int:
-    """Bytes of a file, or of one that is written anew; 1 of what is none."""
+    """Bytes of a file, or of a pair's input; 1 for anything else."""
     return size_at(item if isinstance(item, str) else item[0])[0] or 1
 
 
 def of_list(function: Any, files: Sequence[Any], arguments: Sequence[Any], options: dict[str, Any]) -> list[Any]:
-    """What a verb gives for a list of files, in Python: the report of each, or its error.
+    """What a verb returns for a list of files, in Python: the report of each, or its error.
     options: those of the verb, and `jobs`; of one that writes also `folder` and `skip_refused`."""
     if arguments or options.get("out") is not None:
         what = f"{function.__name__} was given several files and one output"
         raise UsageError(what, "An output names a single file.", f"Into a folder: {arg(folder=DIR)}")
-    given = {name: value for name, value in options.items() if name not in ("folder", "skip_refused", "jobs")}
-    work: Work[Any] = partial(function, **given)
+    verb_options = {name: value for name, value in options.items() if name not in ("folder", "skip_refused", "jobs")}
+    work: Work[Any] = partial(function, **verb_options)
     if "folder" not in options and not options.get("in_place"):
         results = list(each_file(work, files, options.get("jobs", 1)))
     else:
         verb = function.__name__.replace("_", "-")
         outs = in_folder(verb, files, options) if "folder" in options else [None] * len(files)
         results = list(write_many(list(zip(files, outs, strict=True)), options, work))
-    if results and all(type(each) is UsageError for each in results):
+    if results and all(type(result) is UsageError for result in results):
         raise results[0]  # what was asked for makes no sense, whatever the file
     for result in results:
         if isinstance(result, Exception) and not isinstance(result, CkptoolError):
-            raise result  # an option that there is not
+            raise result  # an option that does not exist
     return results
 
 
-def write_many(pairs: Sequence[Pair], given: Given, work: Work[Result]) -> Iterator[Result | CkptoolError]:
-    """The results of `work(file, out=…, …)` for all files. Each is planned before the first is written: where one is
-    refused, none is, or that one alone."""
-    count, jobs, dry_run = len(pairs), given.get("jobs", 1), bool(given.get("dry_run"))
+def write_many(pairs: Sequence[Pair], options: Options, work: Work[Result]) -> Iterator[Result | CkptoolError]:
+    """The results of `work(file, out=…, …)` for all files. Each is planned before the first is written: if one is
+    refused, none is written; with `skip_refused`, the others are."""
+    count, jobs, dry_run = len(pairs), options.get("jobs", 1), bool(options.get("dry_run"))
     parts = Counter((os.path.realpath(split(file)[0]), split(file)[1]) for file, out in pairs if out is None)
-    if twice := next((path for (path, _), times in parts.items() if times > 1), ""):
-        raise Conflict(f"{twice} was given twice", "It would be changed twice.", "Name it once.")
-    options, refused = {"make_folder": "folder" in given}, set[Pair]()
-    with closing(in_turn(partial(_one, work, {**options, "dry_run": True}), pairs, jobs)) as plans:
+    if repeated := next((path for (path, _), times in parts.items() if times > 1), ""):
+        raise Conflict(f"{repeated} was given twice", "It would be changed twice.", "Name it once.")
+    extra, refused = {"make_folder": "folder" in options}, set[Pair]()
+    with closing(in_turn(partial(_one, work, {**extra, "dry_run": True}), pairs, jobs)) as plans:
         for pair, plan in zip(pairs, plans, strict=True):
             try:
                 planned = plan()
             except CkptoolError as error:
-                if not given.get("skip_refused"):
+                if not options.get("skip_refused"):
                     raise _stopped(error, pair[0], 0, count) from error
                 refused.add(pair)
                 yield error.within(pair[0])
@@ -89,53 +89,53 @@ def write_many(pairs: Sequence[Pair], given: Given, work: Work[Result]) -> Itera
         return
     pairs = [pair for pair in pairs if pair not in refused]
     jobs = jobs if jobs == 1 or _are_apart(pairs) else 1
-    with closing(in_turn(partial(_one, work, options), pairs, jobs, _size_of)) as tasks:
+    with closing(in_turn(partial(_one, work, extra), pairs, jobs, _size_of)) as tasks:
         for number, (pair, task) in enumerate(zip(pairs, tasks, strict=True)):
             try:
                 result = task()
             except CkptoolError as error:  # its data is damaged, or the disk is full
-                if not given.get("skip_refused"):
+                if not options.get("skip_refused"):
                     raise _stopped(error, pair[0], number, count, jobs) from error
                 yield error.within(pair[0])
             else:
                 yield result
 
 
-def _one(work: Work[Result], options: Given, pair: Pair) -> Result:
+def _one(work: Work[Result], options: Options, pair: Pair) -> Result:
     file, out = pair
     return work(file, out=out, **options)
 
 
 def _are_apart(pairs: Sequence[Pair]) -> bool:
-    """True where nothing is written that another file is made from, nor beside it: then the order of work is free."""
+    """True where no output is another file's input, or lies beside one: then the order of work is free."""
 
     def above(path: str) -> set[str]:
         return {str(folder) for folder in PurePath(path).parents}
 
     read = [os.path.realpath(split(file)[0]) for file, _ in pairs]
     read = [os.path.dirname(place) if place.endswith(".index.json") else place for place in read]  # of its shards
-    around = {folder for place in read for folder in above(place)}
+    parents = {folder for place in read for folder in above(place)}
     if pairs[0][1] is None:  # in place
         statuses = [os.stat(place) for place in read]
-        return len({(each.st_dev, each.st_ino) for each in statuses}) == len(read) and around.isdisjoint(read)
+        return len({(status.st_dev, status.st_ino) for status in statuses}) == len(read) and parents.isdisjoint(read)
     written = {os.path.dirname(os.path.realpath(out)) for _, out in pairs if out is not None}
-    return written.isdisjoint(around) and all(above(out).isdisjoint(read) for out in (*written, *read))
+    return written.isdisjoint(parents) and all(above(out).isdisjoint(read) for out in (*written, *read))
 
 
 def _stopped(error: CkptoolError, file: str, number: int, count: int, jobs: Jobs = 1) -> CkptoolError:
-    """The error of one of several files, saying what was done before it."""
-    told = error.within(file)
-    done = "None of the files was written; to write the others: --skip-refused."
+    """The error of one of several files, which says what was written before it."""
+    located = error.within(file)
+    progress = "None of the files was written; to write the others: --skip-refused."
     if number or jobs != 1:
         others = "some of the others may be done, too." if jobs != 1 else "the others were left as they were."
-        done = f"{number} of {count} files {form(number, 'was', 'were')} done before; {others}"
-    told.why = " ".join(part for part in (told.why, done) if part)
-    return told
+        progress = f"{number} of {count} files {form(number, 'was', 'were')} done before; {others}"
+    located.why = " ".join(part for part in (located.why, progress) if part)
+    return located
 
 
-def in_folder(verb: str, files: Sequence[str], given: Given) -> Iterator[str]:
-    """The name in the folder for each file; refuses two of one name, and what is there already."""
-    folder, container = given["folder"], given.get("container")
+def in_folder(verb: str, files: Sequence[str], options: Options) -> Iterator[str]:
+    """The path in the folder for each file; refuses two of one name, and outputs that exist."""
+    folder, container = options["folder"], options.get("container")
     if verb == "convert" and container is None:
         what = f"convert {arg('folder')} needs to know what to convert to"
         raise UsageError(what, "A folder has no suffix to choose by.", f"For example: {arg(container='safetensors')}")
@@ -146,12 +146,12 @@ def in_folder(verb: str, files: Sequence[str], given: Given) -> Iterator[str]:
         if container is not None and formats.for_output(name, formats.DEFAULT) != formats.by_name(container):
             name = os.path.splitext(name)[0] + (formats.by_name(container).suffixes or ("",))[0]
         out = os.path.join(folder, name)
-        if other := taken.get(out):
-            what = f"{other} and {file} would both be written to {out}"
+        if earlier := taken.get(out):
+            what = f"{earlier} and {file} would both be written to {out}"
             why = "One would replace the other. Nothing was written."
             raise Conflict(what, why, "Write them into different folders.")
         taken[out] = file
-    if not given.get("overwrite"):
+    if not options.get("overwrite"):
         from ckptool.output import check_target
         from ckptool.output.folders import check_folder
 

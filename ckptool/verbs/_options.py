@@ -97,18 +97,18 @@ def was_redirected(words: Iterable[str]) -> bool:
 def pairs(
     example: str, split: Callable[[str, str], tuple[str, str, str]] = str.rpartition
 ) -> Callable[[str, Iterable[str]], dict[str, str]]:
-    """What makes a dictionary of `OLD=NEW`; the last `=` separates, so that addresses may have one, unless `split`
-    does."""
+    """A parser of `OLD=NEW` texts into a dictionary; `split` separates, by default at the last `=`, so that addresses
+    may have one."""
 
     def parse(flag: str, texts: Iterable[str]) -> dict[str, str]:
-        found: list[tuple[str, str]] = []
+        items: list[tuple[str, str]] = []
         for text in texts:
             old, _, new = split(text, "=")
             if not (old and new):
                 what = f"{flag} {text!r} is not of the form OLD=NEW"
                 raise UsageError(what, "Both sides are needed.", f"For example: {flag} {example}")
-            found.append((old, new))
-        return once(flag, found)
+            items.append((old, new))
+        return once(flag, items)
 
     return parse
 
@@ -159,18 +159,18 @@ def numbers(flag: str, text: str) -> list[float]:
         raise UsageError(f"{flag} {text!r} is not a list of numbers", "", example) from None
 
 
-def files_and_rules(verb: str, words: Sequence[str], more: bool) -> tuple[list[str], list[str]]:
-    """The words that are files, and those that are rules.  more: there are rules beside them."""
+def files_and_rules(verb: str, words: Sequence[str], has_rules: bool) -> tuple[list[str], list[str]]:
+    """The words that are files, and those that are rules.  has_rules: there are rules beside them."""
 
     rules = [word for word in words if "=>" in word and not os.path.lexists(word)]
     files = [word for word in words if word not in rules]
     if was_redirected(files):
         raise UsageError(f"{verb} was given only part of a rule: it ends at its =", *QUOTE_RULES)
-    ruled = bool(rules) or more or len(files) == 1
+    ruled = bool(rules) or has_rules or len(files) == 1
     example = f"For example: {command(verb, 'model.pt', 'a.* => b.*', out=OUT)}"
     for word in files:
-        odd = any(sign in word for sign in ("->", "=", "*", "{", " "))
-        if (odd or not ruled) and not may_exist(split(word)[0]) and not refused_place(word):
+        looks_like_rule = any(sign in word for sign in ("->", "=", "*", "{", " "))
+        if (looks_like_rule or not ruled) and not may_exist(split(word)[0]) and not refused_place(word):
             why = "A rule is 'OLD => NEW', in quotes and with => between them."
             raise UsageError(f"'{word}' is neither a file nor a rule", why, example)
     if not files:
@@ -179,15 +179,15 @@ def files_and_rules(verb: str, words: Sequence[str], more: bool) -> tuple[list[s
 
 
 def check_text(path: PathLike, *, overwrite: bool) -> None:
-    """As `check_target`, for an output that is text: under a checkpoint's name nobody looks for one, and there it would
+    """As `check_target`, for an output that is text: nobody looks for text under a checkpoint's name, where it would
     replace a checkpoint. Raises `Conflict`."""
     from ckptool.output import check_target  # which no look needs
 
     name = os.fspath(path)
     check_target(name, overwrite=overwrite)
-    suffixes = {os.path.splitext(each)[1].lower() for each in (name, os.path.realpath(name))}
-    if named := sorted(suffixes & SUFFIXES.keys()):
-        what = f"{name} has the name of a checkpoint ({named[0]})"
+    suffixes = {os.path.splitext(text)[1].lower() for text in (name, os.path.realpath(name))}
+    if reserved := sorted(suffixes & SUFFIXES.keys()):
+        what = f"{name} has the name of a checkpoint ({reserved[0]})"
         raise Conflict(what, "This output is text. Nothing was written.", "Choose another name.")
 
 
@@ -219,8 +219,8 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
         return of_checkpoint(opened.checkpoint, opened.name, opened.at)
     name = shown(target)
     path, _ = split(name)
-    if elsewhere := refused_place(path):
-        raise elsewhere
+    if refusal := refused_place(path):
+        raise refusal
     if not may_exist(path) and names_code(name):
         if at is not None:
             raise UsageError(f"{arg('at')} names a part of a checkpoint", f"{name} is code, and builds one model.")
@@ -253,7 +253,7 @@ Lines = Annotated[Say | None, Watched("lines")]
 
 
 def report_of_run(path: PathLike, full: bool = False) -> Any:
-    """The report on a run; None where it is none. Imports the store of runs only for one."""
+    """The report on a run; None where the path is no run. Imports the store of runs only for one."""
     from ckptool.training import is_run
 
     return import_module("ckptool.training.run_folder").inspect_run(path, full=full) if is_run(path) else None

@@ -1,4 +1,4 @@
-"""What the verbs that write have in common: what is asked of them (`Save`), and what they did (`Written`).
+"""What the verbs that write have in common: their options (`Save`), and their report (`Written`).
 
 `change_of` knows where to and how, `begin_change` opens a file that is changed, or what is at an address in it. Their
 `write` and `save` write what a verb made, and report it; `Written.about` adds what the verb did.
@@ -53,20 +53,20 @@ LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch f
 
 
 class Row(NamedTuple):
-    """Something that a verb did. key, value: for programs, among the facts.  lines: for people, among the details."""
+    """One thing that a verb did. key, value: for programs, among the facts.  lines: for people, among the details."""
 
     key: str
     value: Any
     lines: Iterable[str] = ()
 
     @classmethod
-    def named(cls, key: str, names: Sequence[str], label: str, most: int = 8) -> Row:
+    def named(cls, key: str, names: Sequence[str], label: str, limit: int = 8) -> Row:
         """Names, listed in one line behind the label where there are any."""
-        return cls(key, list(names), [f"{label} {listed(names, most)}"] if names else [])
+        return cls(key, list(names), [f"{label} {listed(names, limit)}"] if names else [])
 
 
 def lines_of(rows: Iterable[Row | str]) -> list[str]:
-    """What they say for people."""
+    """The lines that rows have for people."""
     return [line for row in rows for line in ([row] if isinstance(row, str) else row.lines)]
 
 
@@ -100,7 +100,7 @@ class Written(Report):
     replaced: Annotated[bool, LIVE] = False
 
     def about(self, summary: str, *rows: Row | str, notes: Iterable[Note] = (), **facts: Any) -> Written:
-        """The same with what the verb did, in rows, lines and facts."""
+        """The same report with what the verb did, in rows, lines and facts."""
         if self.made:
             return replace(self, summary=summary, rows=rows, facts=facts)
         facts |= {row.key: row.value for row in rows if isinstance(row, Row)}
@@ -154,25 +154,24 @@ SaveInPlace.__doc__ = SavePart.__doc__ = Save.__doc__
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Where a verb writes, and how.  path: None where none was named.  asked: every option that the verb has, of
-    `SaveInPlace`.
-    live: nothing is written: something in memory was given, and so is the result."""
+    """Where a verb writes, and how.  path: None where none was named.  options: all of `Save`, or of `SaveInPlace`.
+    live: nothing is written: something in memory was given, and the result is returned."""
 
     verb: str
     path: str | None
-    asked: SaveInPlace
+    options: SaveInPlace
     live: bool
 
     def format(self, default: str) -> Format:
-        """The container asked for, else that of the suffix, else shards for `DIR/`, or the default."""
-        if self.asked["container"]:
-            return formats.by_name(self.asked["container"])
+        """The container option, else that of the suffix, else shards for `DIR/`, or the default."""
+        if self.options["container"]:
+            return formats.by_name(self.options["container"])
         path = self.path or ""
         return formats.for_output(path, formats.SHARDED if path.endswith("/") else default)
 
     def into(self, container: str) -> Self:
-        """The same, into this container."""
-        return replace(self, asked={**self.asked, "container": container})
+        """The same change, into this container."""
+        return replace(self, options={**self.options, "container": container})
 
     def write(
         self,
@@ -188,51 +187,51 @@ class Change:
         expected: what reading the output gives, if not `changed`.  inputs: what it was made from beside the original.
         beside: the files that go into a folder of weights, if not those beside the original.
         Raises `UsageError` unless there is exactly one of a path and `in_place`, and everything that writing raises."""
-        asked, path, source = self.asked, self.path, original.source
+        options, path, source = self.options, self.path, original.source
         inputs = [*([source] if source is not None else []), *inputs]
-        if (path is None) != bool(asked.get("in_place")) and not self.live:
-            both = f"{self.verb} was given both an output and {arg(in_place=True)}"
-            what = f"{self.verb} needs to know where to write" if path is None else both
+        if (path is None) != bool(options.get("in_place")) and not self.live:
+            conflict = f"{self.verb} was given both an output and {arg(in_place=True)}"
+            what = f"{self.verb} needs to know where to write" if path is None else conflict
             why, itself = "Nothing is written unless you name an output.", f"; the file itself: {arg(in_place=True)}"
-            raise UsageError(what, why, f"A new file: {arg(out=OUT)}{itself if 'in_place' in asked else ''}")
-        if asked["verify"] and not asked["dry_run"]:
+            raise UsageError(what, why, f"A new file: {arg(out=OUT)}{itself if 'in_place' in options else ''}")
+        if options["verify"] and not options["dry_run"]:
             from ckptool.analysis.verify import refuse_damaged
 
             refuse_damaged(original)
         if self.live:
             nbytes = sum(storage.nbytes for storage in storages(changed.tree))
             written = self.written(original, "", formats.LIVE, "in memory", 0, nbytes)
-            if asked["dry_run"]:
+            if options["dry_run"]:
                 return written
             memory = original.memory  # as the original was given
-            made = replace(changed, base=(), source=None) if memory is None else memory.objects(changed.tree)
-            return replace(written, made=(made,))
+            result = replace(changed, base=(), source=None) if memory is None else memory.objects(changed.tree)
+            return replace(written, made=(result,))
         if path is None:
             return self._in_place(original, changed, changes, inputs)
         replaced = os.path.exists(path)
         if original.memory is not None:
             original.memory.refuse_unsaved(changed.tree)
-        if any(given.is_at(path) for given in inputs) and not asked["overwrite"]:
+        if any(file.is_at(path) for file in inputs) and not options["overwrite"]:
             fix = f"To replace it: {arg(overwrite=True)}"
-            if source is not None and not is_url(path) and "in_place" in asked:
+            if source is not None and not is_url(path) and "in_place" in options:
                 fix += f"; to change the file itself: {arg(in_place=True)}"
             raise Conflict(f"{path} is the input itself", "It was left as it is.", fix)
-        container, keep_unknown = self.format(changed.container), bool(asked["keep_unknown"])
-        was = changed.container, str(changed.source or "")
-        formats.refuse_name(path, container, *was, asked=bool(asked["container"]))
+        container, keep_unknown = self.format(changed.container), bool(options["keep_unknown"])
+        origin = changed.container, str(changed.source or "")
+        formats.refuse_name(path, container, *origin, asked=bool(options["container"]))
         # An unchanged file can be copied if it is of the container to write, or of one that torch loads, too.
-        stays = container.name == original.container or (
-            asked["container"] is None and container.name == formats.DEFAULT and original.container in LOADED_BY_TORCH
+        same_container = container.name == original.container or (
+            options["container"] is None and container.name == formats.DEFAULT and original.container in LOADED_BY_TORCH
         )
         if isinstance(source, Folder) and any(name.endswith("__0.metadata") for name in source.names):
-            stays = False  # torch reads tables of ranks with as many processes alone
+            same_container = False  # torch reads tables of ranks with as many processes alone
         if not (container.writes_folder and container.tensors_only):
             beside = None
         elif beside is None:
             from ckptool.formats.model_folder import model_folder
 
             beside = model_folder(original, changed.tree)
-        if stays and not changes and source is not None:
+        if same_container and not changes and source is not None:
             notes = refuse_unknown(original, keep_unknown, as_it_is=True)
             files = source.files if isinstance(source, Folder) else {"": source}
             files = dict(reversed(files.items()))  # the index was opened first, and is written last
@@ -241,7 +240,7 @@ class Change:
             refuse_extras(changed, container)
             _refuse_repeated(original)
             if changed.part is not None and marks.PICKLE not in changed.metadata:
-                before, after = (each.tree if isinstance(each.tree, dict) else {} for each in (original, changed))
+                before, after = (side.tree if isinstance(side.tree, dict) else {} for side in (original, changed))
                 if container.tensors_only or not before.keys() <= after.keys():
                     refuse_placeholders(changed, ((address(path), value) for path, value in tensors(changed.tree)))
             notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown, original=original)
@@ -269,8 +268,8 @@ class Change:
             from ckptool.formats.model_folder import left_adapter
 
             notes += left_adapter(original, path)
-        meant = changed if expected is None else expected
-        notes += plan.notes + self.put(plan, path, inputs, partial(check_written, meant))
+        intended = changed if expected is None else expected
+        notes += plan.notes + self.put(plan, path, inputs, partial(check_written, intended))
         written = self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)
         return replace(written, replaced=replaced)
 
@@ -285,23 +284,23 @@ class Change:
         notes: tuple[Note, ...] = (),
         details: Iterable[str] = (),
     ) -> Written:
-        """The report of what was written, or would be; with notes on what of the original is not as it was there."""
-        dry_run = bool(self.asked["dry_run"])
-        verified = bool(self.asked["verify"]) and not dry_run and how != "nothing"
+        """The report of what was written, or would be; with notes on what the output lacks of the original."""
+        dry_run = bool(self.options["dry_run"])
+        verified = bool(self.options["verify"]) and not dry_run and how != "nothing"
         codes = (RECOVERED_NOTE, OLD_GRADIENTS) if how == "new file" else (RECOVERED_NOTE,)
-        left = [note for note in original.notes if note.code in codes]
+        left_behind = [note for note in original.notes if note.code in codes]
         has_others = original.part is not None or any(note.code == MEMBERS for note in original.notes)
-        if has_others and how != "nothing" and not self.asked.get("in_place"):
+        if has_others and how != "nothing" and not self.options.get("in_place"):
             from ckptool.formats.members import left_beside
 
-            left += left_beside(original)
-        of = self.verb, original.source.path if original.source else "", path, container
-        report = Written(*of, how, added, nbytes, dry_run=dry_run, verified=verified)
-        return replace(report, details=tuple(details), notes=notes, left=tuple(left))
+            left_behind += left_beside(original)
+        head = self.verb, original.source.path if original.source else "", path, container
+        report = Written(*head, how, added, nbytes, dry_run=dry_run, verified=verified)
+        return replace(report, details=tuple(details), notes=notes, left=tuple(left_behind))
 
     def _in_place(self, original: Checkpoint, changed: Checkpoint, changes: bool, inputs: Sequence[Input]) -> Written:
         """Changes the file itself. Raises `UsageError` where that cannot be done."""
-        source, asked = original.source, self.asked
+        source, options = original.source, self.options
         if source is None:
             raise UsageError("only a checkpoint that was read from a file can be changed in place")
         if isinstance(source, Folder) or not formats.named(original.container).writable:
@@ -313,10 +312,10 @@ class Change:
         from ckptool.output.edits import append_in_place, refuse_links
 
         refuse_links(source.path)
-        if asked["container"] not in (None, original.container):
+        if options["container"] not in (None, original.container):
             what = f"{arg(in_place=True)} keeps the container ({original.container})"
             raise UsageError(what, "Another container needs a new file.", f"Write a new file with {arg('out')}.")
-        container, keep_unknown = formats.by_name(original.container), bool(asked["keep_unknown"])
+        container, keep_unknown = formats.by_name(original.container), bool(options["keep_unknown"])
         if not changes:
             notes = refuse_unknown(original, True, as_it_is=True)  # nothing is written, so nothing is passed on
             return self.written(original, source.path, container.name, "nothing", 0, source.size, notes)
@@ -325,24 +324,24 @@ class Change:
         plan = container.append(changed, keep_unknown=keep_unknown)
         if plan is None:
             plan = container.write(changed, keep_unknown=keep_unknown)
-            own = replace(self, asked={**asked, "overwrite": True})
-            notes += own.put(plan, source.path, inputs, partial(check_written, changed))
+            replacing = replace(self, options={**options, "overwrite": True})
+            notes += replacing.put(plan, source.path, inputs, partial(check_written, changed))
             size = plan.nbytes
             written = self.written(original, source.path, container.name, "new file", size, size, notes)
             return replace(written, replaced=True)
-        if not asked["dry_run"]:
+        if not options["dry_run"]:
             if not os.access(source.path, os.W_OK):
                 what = f"cannot change {source}: no permission to write to it"
                 raise FileProblem(what, "It is as it was.", f"Write a new file with {arg('out')}.")
 
             def confirm(path: str) -> None:
-                for given in inputs:
-                    if given is not source:
-                        given.check_unchanged()
-                if asked["verify"]:  # the old records were checked before, and stay where they are
+                for file in inputs:
+                    if file is not source:
+                        file.check_unchanged()
+                if options["verify"]:  # the old records were checked before, and stay where they are
                     check_written(changed, path, checksums=False)
 
-            append_in_place(plan, source, verify=confirm, progress=asked["progress"])
+            append_in_place(plan, source, verify=confirm, progress=options["progress"])
         nbytes = plan.keep + plan.nbytes
         return self.written(original, source.path, container.name, "in place", plan.nbytes, nbytes, notes)
 
@@ -354,32 +353,32 @@ class Change:
         verify: Callable[[str], None] | None = None,
         replaceable: Iterable[str] | None = None,
     ) -> tuple[Note, ...]:
-        """Writes a plan under its name, or looks whether that could be done; the notes of that.
+        """Writes a plan under its name, or checks that it could be written; returns the notes on that.
         A plan of several files, or of one with a name of its own, is a folder. verify: proves it.  replaceable: files
         in a folder of that name, if not those of a checkpoint."""
-        asked, folder, is_file = self.asked, os.path.dirname(target), set(plan.files) == {""}
+        options, folder, is_file = self.options, os.path.dirname(target), set(plan.files) == {""}
         check: Callable[..., Any] = check_target
         write: Callable[..., tuple[Note, ...]] = replace_file
-        options: Any = {"overwrite": bool(asked["overwrite"])}
-        if asked["make_folder"] and not may_exist(folder or "."):
-            if asked["dry_run"]:
+        keywords: Any = {"overwrite": bool(options["overwrite"])}
+        if options["make_folder"] and not may_exist(folder or "."):
+            if options["dry_run"]:
                 return ()
             make_folder(folder)
         if not is_file:
             from ckptool.output import folders
 
             check, write = folders.check_folder, folders.replace_folder
-            options["replaceable"] = {*(_files_at(target) if replaceable is None else replaceable), *plan.files}
-        if asked["dry_run"]:
-            check(target, **options)
+            keywords["replaceable"] = {*(_files_at(target) if replaceable is None else replaceable), *plan.files}
+        if options["dry_run"]:
+            check(target, **keywords)
             return ()
-        proof = verify if asked["verify"] else None
-        return write(plan, target, inputs=inputs, progress=asked["progress"], verify=proof, **options)
+        proof = verify if options["verify"] else None
+        return write(plan, target, inputs=inputs, progress=options["progress"], verify=proof, **keywords)
 
 
 @dataclass(frozen=True, slots=True)
 class FileChange(Change):
-    """A file that is being changed. `part`: what the verb acts on.  named: it was named by an address.
+    """A file that is being changed. `part`: the part that the verb acts on.  named: an address named it.
     outside: the tree around it, with nothing in its place.  extract: the part is written alone."""
 
     original: Checkpoint
@@ -398,16 +397,16 @@ class FileChange(Change):
         if self.extract:
             return self.write(self.part, replace(changed, base=()), beside=beside)
         if base:
-            kept = {*map(id, storages(self.outside))} & {*map(id, storages(self.part.tree))}
-            new = walk(changed.tree) if kept else ()
-            after = {path: [id(part.storage) for part in stored_parts(node)] for path, node in new}
-            for path, node in walk(self.part.tree) if kept else ():
-                tied = {id(part.storage) for part in stored_parts(node)} & kept
+            shared = {*map(id, storages(self.outside))} & {*map(id, storages(self.part.tree))}
+            walked = walk(changed.tree) if shared else ()
+            after = {path: [id(part.storage) for part in stored_parts(node)] for path, node in walked}
+            for path, node in walk(self.part.tree) if shared else ():
+                tied = {id(part.storage) for part in stored_parts(node)} & shared
                 if tied and not tied.issubset(after.get(path) or tied):
-                    views = ((place, part) for place, other in walk(self.outside) for part in stored_parts(other))
-                    other = address(next((place for place, part in views if id(part.storage) in tied), ()))
+                    views = ((place, part) for place, outer in walk(self.outside) for part in stored_parts(outer))
+                    neighbour = address(next((place for place, part in views if id(part.storage) in tied), ()))
                     name = address((*base, *path))
-                    what = f"{name} shares its storage with {other}, which is not in {address(base)}"
+                    what = f"{name} shares its storage with {neighbour}, which is not in {address(base)}"
                     why = "Both would change, or no longer be tied. Nothing was written."
                     fix = f"Change the whole file, without the address; or write the part alone: {arg(extract=True)}"
                     raise Conflict(what, why, fix)
@@ -416,18 +415,18 @@ class FileChange(Change):
 
 
 def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, in_place: bool = False) -> Change:
-    """What is asked of a verb that writes. inputs: what it was given to read.  in_place: it may change a file itself.
+    """The target and options of a verb that writes. inputs: what it reads.  in_place: it may change a file itself.
     Raises `TypeError` for an option that does not exist: `dryrun=True` must not write; `UsageError` for objects in
     memory that are to be changed in place, and where an output for them looks like an option."""
-    known = (SaveInPlace if in_place else Save).__annotations__
-    if unknown := [name for name in options if name not in known]:
+    accepted = (SaveInPlace if in_place else Save).__annotations__
+    if unknown := [name for name in options if name not in accepted]:
         what = f"{VERBS[verb].function}() got an unexpected keyword argument {unknown[0]!r}"
-        raise TypeError(f"{what}; for its output it takes {', '.join(known)}")
+        raise TypeError(f"{what}; for its output it takes {', '.join(accepted)}")
     memory = any(map(is_in_memory, inputs))
-    if options.get("in_place") and (elsewhere := next((each for each in inputs if is_url(each)), None)):
-        what = f"{verb} cannot change {elsewhere} in place"
+    if options.get("in_place") and (remote := next((source for source in inputs if is_url(source)), None)):
+        what = f"{verb} cannot change {remote} in place"
         raise UsageError(what, "A remote file can only be replaced as a whole.", f"Write a new one: {arg(out=OUT)}")
-    if options.get("in_place") and not all(isinstance(each, (str, os.PathLike)) for each in inputs):
+    if options.get("in_place") and not all(isinstance(source, (str, os.PathLike)) for source in inputs):
         what = f"{verb} was to change in place what was not given by its path"
         why = "What is in memory stays as it is; the result is returned."
         raise UsageError(what, why, f"Leave out {arg(in_place=True)}")
@@ -440,12 +439,12 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
         what = f"{verb} was given {type(path).__name__} in the place of its output's path"
         fix = "Several inputs are one list: ckptool.average([A, B])" if verb == "average" else "For example: 'm.pt'"
         raise UsageError(what, "Only files are written, so that they are whole whatever happens.", fix)
-    asked: Any = dict.fromkeys(known) | options
-    return Change(verb, None if path is None else named_urls(os.fspath(path)), asked, memory and path is None)
+    filled: Any = dict.fromkeys(accepted) | options
+    return Change(verb, None if path is None else named_urls(os.fspath(path)), filled, memory and path is None)
 
 
 def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: bool = False) -> Checkpoint:
-    """A checkpoint of live objects; one that was opened is taken as it is."""
+    """A checkpoint of live objects; an opened one is returned as it is."""
     if isinstance(tree, Checkpoint):
         return tree
     if "torch" in sys.modules:
@@ -468,29 +467,29 @@ def begin_change(
     options: SavePart,
     opening: Callable[[CheckpointLike, str | None], Opened] | None = None,
 ) -> FileChange:
-    """Opens what a verb is to change. Raises `UsageError` where nothing is at the address or cannot be put back."""
-    given: Any = {**options}
-    extract = bool(given.pop("extract", False))
-    change = change_of(verb, out, given, file, in_place=True)
+    """Opens what a verb is to change. Raises `UsageError` where the address leads nowhere or a part cannot go back."""
+    save_options: Any = {**options}
+    extract = bool(save_options.pop("extract", False))
+    change = change_of(verb, out, save_options, file, in_place=True)
     opened = changeable(open_file(file, at)) if opening is None else opening(file, at)
-    whole, part = opened.checkpoint, opened.taken
+    original, part = opened.checkpoint, opened.taken
     if extract and opened.at is None:
         what = f"{verb} {arg(extract=True)} was given no address"
         why = f"Without {arg(extract=True)} the whole file is written."
         raise UsageError(what, why, f"Name it: {command(verb, FILE / 'ADDRESS', extract=True, out=OUT)}")
-    if extract and change.asked["in_place"]:
+    if extract and change.options["in_place"]:
         what = f"{verb} was given both {arg(extract=True)} and {arg(in_place=True)}"
         why = "The file itself would lose everything but the part."
         raise UsageError(what, why, f"Write the part to a new file: {arg(out=OUT)}")
     outside: Any = None
     if part.base and not extract:
-        around = {id(holder) for holder in holders(whole.tree, part.base)}
-        if any(id(node) in around for node in visit(part.tree)):  # a copy put back would change the rest
+        ancestors = {id(holder) for holder in holders(original.tree, part.base)}
+        if any(id(node) in ancestors for node in visit(part.tree)):  # a copy put back would change the rest
             what = f"{address(part.base)} contains itself"
             raise UsageError(what, "It cannot be changed on its own.", "Change the whole file, without the address.")
-        outside = replaced_at(whole.tree, part.base, None)
-    of = change.verb, change.path, change.asked, change.live
-    return FileChange(*of, whole, part, opened.at is not None, outside, extract)
+        outside = replaced_at(original.tree, part.base, None)
+    head = change.verb, change.path, change.options, change.live
+    return FileChange(*head, original, part, opened.at is not None, outside, extract)
 
 
 def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | Any:
@@ -500,7 +499,7 @@ def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | 
     for path, optimizer in optimizers(change.outside):
         groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
         lists = [group[field] for group in groups for field in ("params", "param_names") if field in group]
-        names = [name for each in (*lists, optimizer["state"]) if isinstance(each, (list, dict)) for name in each]
+        names = [name for group in (*lists, optimizer["state"]) if isinstance(group, (list, dict)) for name in group]
         if old := list(dict.fromkeys(name for name in names if type(name) is str and name in renamed.names)):
             message = f"{address(path)} is outside what was changed, and has the old names: {listed(old, 3)}"
             notes.append(Note("old-names", message))
@@ -518,7 +517,7 @@ def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | 
     )
 
 
-# What is refused, and what proves that it was written ----------------------------------------------------------------
+# Refusals, and the proof that an output was written ------------------------------------------------------------------
 
 
 def _refuse_repeated(checkpoint: Checkpoint) -> None:
@@ -543,44 +542,44 @@ def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
         what = f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot"
         raise Unsupported(what, "Without its program the file would no longer be that model. Nothing was written.", fix)
     if checkpoint.container == "torchscript" and container.name == formats.DEFAULT:
-        made = [node.name for node in visit(checkpoint.tree) if type(node) is Object]
-        if own := [name for name in dict.fromkeys(made) if name.startswith("__torch__.")]:
-            what = f"{source}: {listed(own, 3)} {form(len(own), 'is', 'are')} made by its program alone"
+        classes = [node.name for node in visit(checkpoint.tree) if type(node) is Object]
+        if scripted := [name for name in dict.fromkeys(classes) if name.startswith("__torch__.")]:
+            what = f"{source}: {listed(scripted, 3)} {form(len(scripted), 'is', 'are')} made by its program alone"
             why = "torch.load would fail on a file without the program. Nothing was written."
             fix = f"Leave it out: {arg(exclude=NAME)}; or keep it for ckptool, in a .safetensors: {arg(all=True)}"
             raise Unsupported(what, why, fix)
 
 
 def _files_at(target: str | os.PathLike[str]) -> set[str]:
-    """The names of the files in a folder that together are the checkpoint in it; none where it holds none."""
-    found = None
+    """The names of the files that make up the checkpoint in a folder; none where it holds none."""
+    opened = None
     with suppress(CkptoolError):
-        found = formats.read(target) if os.path.isdir(target) else None
-    if found is None or not isinstance(found.source, Folder):
-        return {os.path.basename(found.source.path)} if found and found.source else set()
-    left = (name for name in found.source.names if re.fullmatch(formats.named(found.container).leftovers, name))
-    names = {*found.source.files, *left}
+        opened = formats.read(target) if os.path.isdir(target) else None
+    if opened is None or not isinstance(opened.source, Folder):
+        return {os.path.basename(opened.source.path)} if opened and opened.source else set()
+    leftovers = (name for name in opened.source.names if re.fullmatch(formats.named(opened.container).leftovers, name))
+    names = {*opened.source.files, *leftovers}
     return names if not any("/" in name for name in names) else set()  # folders are not replaced
 
 
 def check_written(expected: Checkpoint, path: str, *, checksums: bool = True) -> None:
-    """Reads an output again, and compares every tensor and entry with what was meant, and data with its checksums.
-    Raises `VerifyFailed` where they differ, also where torch cannot find a name that it found in what was meant."""
+    """Reads an output again, and compares every tensor and entry with `expected`, and data with its checksums.
+    Raises `VerifyFailed` where they differ, also where torch cannot find a name that it finds in `expected`."""
     from ckptool.analysis.diff import diff
     from ckptool.analysis.verify import refuse_damaged
 
     written = formats.read(path)
     container = formats.named(written.container)
-    found = diff(expected, written, identity=container.keeps_tree and not container.tensors_only)
-    problems = [f"{each.address} differs in {', '.join(each.aspects)}" for each in found.changed]
-    if not problems and not found.same:
-        missing = counted(len(found.only_left), "entry is", "entries are")
-        new = counted(len(found.only_right), "entry is", "entries are")
-        other = ", the order or ties differ" if found.order_differs or found.ties else ""
-        problems = [f"{missing} missing, {new} new{other}"]
-    lost, meant = ([note.message for note in each.notes if note.code == "nested-name"] for each in (written, expected))
-    if not meant:
-        problems += lost
+    report = diff(expected, written, identity=container.keeps_tree and not container.tensors_only)
+    problems = [f"{change.address} differs in {', '.join(change.aspects)}" for change in report.changed]
+    if not problems and not report.same:
+        missing = counted(len(report.only_left), "entry is", "entries are")
+        new = counted(len(report.only_right), "entry is", "entries are")
+        also = ", the order or ties differ" if report.order_differs or report.ties else ""
+        problems = [f"{missing} missing, {new} new{also}"]
+    after, prior = ([note.message for note in side.notes if note.code == "nested-name"] for side in (written, expected))
+    if not prior:
+        problems += after
     if problems:
         what = f"{path} did not read back as it was written: {problems[0]}"
         raise errors.VerifyFailed(what, "The disk or the memory may be failing. The output was not kept.")

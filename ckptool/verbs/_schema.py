@@ -62,10 +62,10 @@ class Schemas(Report):
     schemas: tuple[Listed, ...]
 
     def told(self) -> Told:
-        for each in self.schemas:
-            yield (bold(each.schema),)
-            yield f"  {each.about}"
-            yield f"  printed by: {', '.join(each.verbs)}" if each.verbs else None
+        for entry in self.schemas:
+            yield (bold(entry.schema),)
+            yield f"  {entry.about}"
+            yield f"  printed by: {', '.join(entry.verbs)}" if entry.verbs else None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -93,37 +93,37 @@ def schema(
 
     Raises `NoMatch` where there is no such verb.
     """
-    names = {name: Listed(f"ckptool.{name}/2", each["description"]) for name, each in ANYWHERE.items()}
+    names = {name: Listed(f"ckptool.{name}/2", entry["description"]) for name, entry in ANYWHERE.items()}
     for name, (kind, verbs) in _reports().items():
         names[name] = Listed(f"ckptool.{schema_of(kind)}", about(kind), verbs)
     if not verb:
         return Schemas(tuple(names.values()))
     word = re.sub(r"^ckptool\.|/\d+$", "", verb)
-    printed = [name for name, each in names.items() if word in each.verbs] if word in VERBS else []
+    printed = [name for name, entry in names.items() if word in entry.verbs] if word in VERBS else []
     if not printed and word not in names:
-        meant = nearest(word, {*VERBS, *names})
+        closest = nearest(word, {*VERBS, *names})
         advice = f"See all: {Command(('ckptool', 'schema'))}"
-        raise NoMatch(f"there is no command or schema {verb!r}", f"Did you mean {meant}?" if meant else "", advice)
-    wanted = [*printed, *ANYWHERE] if printed and word == verb else [word]
-    used = {name: ANYWHERE.get(name, {}) for name in wanted}  # a schema may refer to itself
-    for name in wanted:
-        used[name] |= document(_reports()[name][0], used) if name not in ANYWHERE else {}
-    references = [{"$ref": f"#/$defs/{name}"} for name in wanted]
-    of = {"title": f"ckptool {verb} --json"} if printed else {}
-    whole = {"anyOf": references} if len(references) > 1 else references[0]
-    return Schema({"$schema": DRAFT, **of, **whole, "$defs": used})
+        raise NoMatch(f"there is no command or schema {verb!r}", f"Did you mean {closest}?" if closest else "", advice)
+    selected = [*printed, *ANYWHERE] if printed and word == verb else [word]
+    defs = {name: ANYWHERE.get(name, {}) for name in selected}  # a schema may refer to itself
+    for name in selected:
+        defs[name] |= document(_reports()[name][0], defs) if name not in ANYWHERE else {}
+    references = [{"$ref": f"#/$defs/{name}"} for name in selected]
+    title = {"title": f"ckptool {verb} --json"} if printed else {}
+    body = {"anyOf": references} if len(references) > 1 else references[0]
+    return Schema({"$schema": DRAFT, **title, **body, "$defs": defs})
 
 
 @cache
 def _reports() -> dict[str, tuple[Any, tuple[str, ...]]]:
-    """The classes of the reports that verbs give, each with these verbs, by the names of their schemas."""
+    """The classes of the verbs' reports, by the names of their schemas, each with the verbs that print it."""
     verbs: dict[Any, list[str]] = {}
     for name in VERBS:
         function = function_of(name)
         hooks = filter(None, (function, function.verb.from_words, function.verb.first_try))
-        answers = [signature_of(each).return_annotation for each in hooks]
-        kinds = [kind for whole in answers for kind in get_args(whole) or (whole,)]
-        others = (each.rpartition(".") for each in function.verb.other_reports)
+        answers = [signature_of(hook).return_annotation for hook in hooks]
+        kinds = [kind for answer in answers for kind in get_args(answer) or (answer,)]
+        others = (path.rpartition(".") for path in function.verb.other_reports)
         kinds += [getattr(import_module(module), kind) for module, _, kind in others]
         for kind in dict.fromkeys(kinds):
             if isinstance(kind, type) and issubclass(kind, Report) and kind is not Schema:
@@ -132,15 +132,15 @@ def _reports() -> dict[str, tuple[Any, tuple[str, ...]]]:
     return {schema_of(kind).partition("/")[0]: (kind, tuple(verbs[kind])) for kind in kinds}
 
 
-def document(kind: Any, used: Json) -> Json:
-    """The schema of what is printed of a report; the types that it refers to are added to `used`."""
-    row = _row(kind, used)
+def document(kind: Any, defs: Json) -> Json:
+    """The schema of a report's JSON; the types that it refers to are added to `defs`."""
+    row = _row(kind, defs)
     properties = {"schema": {"const": f"ckptool.{schema_of(kind)}"}, **row["properties"]}
     return {"description": about(kind), "type": "object", "properties": properties, "required": list(properties)}
 
 
 def about(kind: type) -> str:
-    """The first sentences of a docstring, before it says what its fields are."""
+    """The first sentences of a docstring, before its descriptions of fields."""
     return " ".join(re.split(r"\n\n|  ?\b[a-z_, ]+: ", _doc(kind), maxsplit=1)[0].split())
 
 
@@ -148,27 +148,27 @@ def _doc(kind: type) -> str:
     return (kind.__doc__ or "") if not (kind.__doc__ or "").startswith(f"{kind.__name__}(") else ""
 
 
-def _row(kind: Any, used: Json) -> Json:
+def _row(kind: Any, defs: Json) -> Json:
     """An object with the facts of a report, a row, or a named tuple."""
-    properties = {name: _type(fact.kind, used) for name, fact in facts_of(kind).items()}
-    # What a docstring says of each field: `damage: what was wrong.  tensors, records: how many there were.`
+    properties = {name: _type(fact.kind, defs) for name, fact in facts_of(kind).items()}
+    # The docstring's descriptions of fields: `damage: what was wrong.  tensors, records: how many there were.`
     pieces = _FIELD.split(_doc(kind))
     for names, text in zip(pieces[1::2], pieces[2::2], strict=True):
-        said = " ".join(text.split()).rstrip(".")
+        meaning = " ".join(text.split()).rstrip(".")
         for name in properties.keys() & names.split(", "):
             unit = properties[name].get("description", "")
-            properties[name] = properties[name] | {"description": f"{said}, {unit}" if unit else said}
+            properties[name] = properties[name] | {"description": f"{meaning}, {unit}" if unit else meaning}
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-def _type(hint: Any, used: Json) -> Json:
+def _type(hint: Any, defs: Json) -> Json:
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
-        unit = next((each for each in inner[1:] if isinstance(each, Unit)), TEXT)
-        schema = dict(unit.schema) if unit.schema is not None else _type(inner[0], used)
+        unit = next((annotation for annotation in inner[1:] if isinstance(annotation, Unit)), TEXT)
+        schema = dict(unit.schema) if unit.schema is not None else _type(inner[0], defs)
         return schema | ({"description": unit.about} if unit.about else {})
     if origin in (Union, UnionType):
-        return {"anyOf": [_type(each, used) for each in inner]}
+        return {"anyOf": [_type(hint, defs) for hint in inner]}
     if origin is Literal:
         return {"enum": list(inner)}
     if not isinstance(origin, type) or origin in (Any, object):
@@ -180,15 +180,15 @@ def _type(hint: Any, used: Json) -> Json:
     if issubclass(origin, (str, DType)):
         return {"type": "string"}
     if issubclass(origin, Mapping):
-        return {"type": "object", "additionalProperties": _type(inner[1], used) if inner else {}}
-    if is_dataclass(origin) or hasattr(origin, "_fields"):  # a reference to a type, which is added to those used
+        return {"type": "object", "additionalProperties": _type(inner[1], defs) if inner else {}}
+    if is_dataclass(origin) or hasattr(origin, "_fields"):  # a reference to a type, which is added to `defs`
         name = schema_of(origin).partition("/")[0] if issubclass(origin, Report) else origin.__name__
-        if name not in used:
-            used[name] = {}  # it may refer to itself
+        if name not in defs:
+            defs[name] = {}  # it may refer to itself
             is_report = issubclass(origin, Report)
-            used[name] |= document(origin, used) if is_report else _row(origin, used) | {"description": about(origin)}
+            defs[name] |= document(origin, defs) if is_report else _row(origin, defs) | {"description": about(origin)}
         return {"$ref": f"#/$defs/{name}"}
     if issubclass(origin, Enum):
-        return {"enum": [each.value for each in origin]}
-    items = _type(inner[0], used) if inner and (len(inner) == 1 or inner[1] is ...) else {}
+        return {"enum": [member.value for member in origin]}
+    items = _type(inner[0], defs) if inner and (len(inner) == 1 or inner[1] is ...) else {}
     return {"type": "array", "items": {"type": "string"} if issubclass(origin, tuple) and not inner else items}

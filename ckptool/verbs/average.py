@@ -66,56 +66,56 @@ def average(
     files = list(files)
     count = len(files)
     change = change_of("average", out, options, base, *files)
-    given = {"base": base, "density": density, "scale": scale, "t": t, "seed": seed, "ema": ema, "weights": weights}
-    how = means.merge_of(method, count, given)
-    opened = [open_whole(file, at, part=part) for file in ([] if base is None else [base]) + files]
-    roots = [one_state_dict(each.checkpoint, each.at) for each in opened]
-    names = [each.path or f"checkpoint {number}" for number, each in enumerate(opened, count + 1 - len(opened))]
-    for each, (root, _) in zip(opened, roots, strict=True):
-        refuse_placeholders(each.checkpoint, root.node.items())
-        refuse_quantized(each.checkpoint, [root.node], "Averaged")
+    settings = {"base": base, "density": density, "scale": scale, "t": t, "seed": seed, "ema": ema, "weights": weights}
+    merge = means.merge_of(method, count, settings)
+    inputs = [open_whole(file, at, part=part) for file in ([] if base is None else [base]) + files]
+    roots = [one_state_dict(file.checkpoint, file.at) for file in inputs]
+    names = [file.path or f"checkpoint {number}" for number, file in enumerate(inputs, count + 1 - len(inputs))]
+    for file, (root, _) in zip(inputs, roots, strict=True):
+        refuse_placeholders(file.checkpoint, root.node.items())
+        refuse_quantized(file.checkpoint, [root.node], "Averaged")
     # What belongs to the training between the weights, an optimizer of torchtitan, stays behind.
     training = [{key for key, value in root.node.items() if is_beside(key, value)} for root, _ in roots]
     nodes = [
         same_kind(root.node, {key: value for key, value in root.node.items() if key not in keys}) if keys else root.node
         for (root, _), keys in zip(roots, training, strict=True)
     ]
-    tree, averaged, held = means.average(nodes, names, how)
-    last = opened[-1].checkpoint
-    pairs = [(each.checkpoint, root) for each, (root, _) in zip(opened, roots, strict=True)]
+    tree, averaged, copied = means.average(nodes, names, merge)
+    last = inputs[-1].checkpoint
+    pairs = [(file.checkpoint, root) for file, (root, _) in zip(inputs, roots, strict=True)]
     changed = weights_alone(last, tree, ((checkpoint.metadata, root.path) for checkpoint, root in pairs))
     sources = [checkpoint.source for checkpoint, _ in pairs if checkpoint.source is not None]
-    original = together(last, (each.checkpoint for each in opened))
-    left = []
-    for each, (checkpoint, root), keys in zip(opened, pairs, training, strict=True):
-        behind = [address((*root.base, *root.path, key)) for key in root.node if key in keys]
-        behind += around(checkpoint, root)
-        left.append(left_behind(checkpoint, behind, tree, chosen=each.at is not None))
+    original = together(last, (file.checkpoint for file in inputs))
+    leftovers = []
+    for file, (checkpoint, root), keys in zip(inputs, pairs, training, strict=True):
+        addresses = [address((*root.base, *root.path, key)) for key in root.node if key in keys]
+        addresses += around(checkpoint, root)
+        leftovers.append(left_behind(checkpoint, addresses, tree, chosen=file.at is not None))
     saved = change.write(original, changed, inputs=sources)
     # Of all inputs, each name once.
-    weighing, plain, behind = (
+    weighing, plain, addresses = (
         list(dict.fromkeys(chain.from_iterable(lists)))
-        for lists in zip(*((each.weighing, each.plain, each.facts["left_behind"]) for each in left), strict=True)
+        for lists in zip(*((item.weighing, item.plain, item.facts["left_behind"]) for item in leftovers), strict=True)
     )
     paths = [printable(name) for name in names[-count:]]
-    kept = listed([f"{name} ({why})" for name, why in held.items()], 4)
+    listing = listed([f"{name} ({why})" for name, why in copied.items()], 4)
     notes = []
-    if how.method == "mean" and abs(sum(how.weights) - 1) >= 1e-6:
-        message = f"the weights add up to {sum(how.weights):.6g}, not to 1: the result is scaled by that"
+    if merge.method == "mean" and abs(sum(merge.weights) - 1) >= 1e-6:
+        message = f"the weights add up to {sum(merge.weights):.6g}, not to 1: the result is scaled by that"
         notes.append(Note("weights-sum", message))
-    of = f" of {roots[-1][0].address}" if roots[-1][0].address else ""
+    place = f" of {roots[-1][0].address}" if roots[-1][0].address else ""
     remark = next((f" ({remark})" for _, remark in roots if remark), "")
-    merged = "the mean" if how.method == "mean" else f"the {how.method} merge"
+    merged = "the mean" if merge.method == "mean" else f"the {merge.method} merge"
     return saved.about(
-        f"{merged} of {counted(count, 'file')}: {counted(averaged, 'tensor')}{of}{remark}",
-        *[f"{share:.6g} × {path}" for share, path in zip(how.weights, paths, strict=True)][:8],
-        Row("settings", how.settings, how.settings),
-        Row("kept", held, [f"copied from {paths[-1]}: {kept}"] if kept else []),
-        Row("left_behind", behind, Behind(weighing, plain, {}).lines),
+        f"{merged} of {counted(count, 'file')}: {counted(averaged, 'tensor')}{place}{remark}",
+        *[f"{share:.6g} × {path}" for share, path in zip(merge.weights, paths, strict=True)][:8],
+        Row("settings", merge.settings, merge.settings),
+        Row("kept", copied, [f"copied from {paths[-1]}: {listing}"] if listing else []),
+        Row("left_behind", addresses, Behind(weighing, plain, {}).lines),
         notes=notes,
         files=paths,
-        weights=list(how.weights),
-        method=how.method,
+        weights=list(merge.weights),
+        method=merge.method,
         base=None if base is None else printable(names[0]),
         averaged=averaged,
     )

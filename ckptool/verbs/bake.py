@@ -61,27 +61,27 @@ def bake(
     checkpoint = change.part
     roots = model_state_dicts(checkpoint, named=change.named)
     replaced: dict[int, Any] = {}
-    folded, left, lines = list[str](), dict[str, str](), list[str]()
+    folded, skipped, lines = list[str](), dict[str, str](), list[str]()
     for root in roots:
-        replaced[id(root.node)], kinds, alone = _baked(root.node, form)
-        folded, left = folded + list(kinds), left | alone
+        replaced[id(root.node)], kinds, root_skipped = _baked(root.node, form)
+        folded, skipped = folded + list(kinds), skipped | root_skipped
         for kind in (_WEIGHT_NORM, _PRUNING):
-            names = [name for name, of in kinds.items() if of == kind]
+            names = [name for name, its_kind in kinds.items() if its_kind == kind]
             lines += [f"{kind}: {listed(names, 4)}"] if names else []
-        lines += [f"left alone: {name} ({why})" for name, why in alone.items()]
-    if not folded and not left:
+        lines += [f"left alone: {name} ({why})" for name, why in root_skipped.items()]
+    if not folded and not skipped:
         why = "ckptool knows weight norm (weight_g, weight_v, parametrizations.*), pruning (weight_orig, weight_mask) "
         why += "and spectral norm."
         raise NoMatch(f"{checkpoint.source or 'the checkpoint'} has no parametrized weights", why)
     tree = rebuild(checkpoint.tree, replaced=replaced)
     saved = change.save(replace(checkpoint, tree=tree), changes=bool(folded))
     word = "folded into plain weights" if form == "plain" else f"renamed to the {form} names"
-    return saved.about(f"{counted(len(folded), 'weight')} {word}", *lines, folded=folded, left=left)
+    return saved.about(f"{counted(len(folded), 'weight')} {word}", *lines, folded=folded, left=skipped)
 
 
 def _baked(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], dict[str, str], dict[str, str]]:
-    """The state dict with plain weights for parametrisations; or, with `form`, weight norm by its other names. The
-    weights that were folded, with their kinds; and those that were recognised and left alone, with why.
+    """The state dict with plain weights in place of parametrisations; or, with `form`, weight norm by its other names.
+    The weights that were folded, with their kinds; and those that were recognised and left alone, with why.
 
     Raises `Conflict` where the plain weight is there already or its parts do not fit each other, `Unsupported` for
     types that have no product, `LimitExceeded` for rows that are too wide.
@@ -91,38 +91,38 @@ def _baked(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], dict[str
         if type(key) is str and isinstance(value, TensorEntry) and (match := _PART.fullmatch(key)):
             weight, role = match["weight"] or match["module"] + match["name"], match["old"] or _NEW[match["new"]]
             groups.setdefault((weight, match["new"] is not None), {})[role] = key
-    folded, left = dict[str, str](), dict[str, str]()
-    made: dict[str, tuple[str, TensorEntry] | None] = {}  # by key, what stands there; None: nothing any more
+    folded, skipped = dict[str, str](), dict[str, str]()
+    replacements: dict[str, tuple[str, TensorEntry] | None] = {}  # by key, what stands there; None: nothing any more
     for (weight, new), keys in groups.items():
         kind = next((kind for kind, roles in _ROLES.items() if keys.keys() == roles), None)
         if kind == _SPECTRAL:
             vectors = f"{printable(keys['u'])} and {printable(keys['v'])}"
-            left[weight] = f"spectral norm: {vectors} change with every step in training"
+            skipped[weight] = f"spectral norm: {vectors} change with every step in training"
         elif kind is None:
-            left |= {weight: "an unknown parametrization"} if new else {}
+            skipped |= {weight: "an unknown parametrization"} if new else {}
         elif form != "plain" and kind != _WEIGHT_NORM:
-            left[weight] = f"{kind} has one form only"
+            skipped[weight] = f"{kind} has one form only"
         else:
             folded[weight] = kind
             if form == "plain":
                 parts = {role: node[key] for role, key in keys.items()}
                 fold = _weight_normed if kind == _WEIGHT_NORM else _pruned
                 first, *others = keys.values()
-                made |= {first: (weight, fold(weight, **parts)), **dict.fromkeys(others)}
+                replacements |= {first: (weight, fold(weight, **parts)), **dict.fromkeys(others)}
             else:
                 module, dot, name = weight.rpartition(".")  # of the old or the new names
                 base = f"{weight}_" if form == "old" else f"{module}{dot}parametrizations.{name}."
                 roles = {"g": "g", "v": "v"} if form == "old" else {"g": "original0", "v": "original1"}
-                made |= {key: (base + roles[role], node[key]) for role, key in keys.items()}
+                replacements |= {key: (base + roles[role], node[key]) for role, key in keys.items()}
     tree = same_kind(node, {})
     for key, value in node.items():
-        if (item := made.get(key, (key, value)) if type(key) is str else (key, value)) is None:
+        if (replacement := replacements.get(key, (key, value)) if type(key) is str else (key, value)) is None:
             continue
-        if item[0] in tree:
-            what = f"{item[0]!s} exists already, next to the parts that it is made from"
+        if replacement[0] in tree:
+            what = f"{replacement[0]!s} exists already, next to the parts that it is made from"
             raise Conflict(what, "One of the two would be lost.")
-        tree[item[0]] = item[1]
-    return tree, folded, left
+        tree[replacement[0]] = replacement[1]
+    return tree, folded, skipped
 
 
 def _weight_normed(weight: str, g: TensorEntry, v: TensorEntry) -> TensorEntry:
@@ -136,8 +136,8 @@ def _weight_normed(weight: str, g: TensorEntry, v: TensorEntry) -> TensorEntry:
     matrix = v.reshape(v.shape or (1,))
     values = TensorValues(matrix)
     rows = normed(lambda *place: values.rows(*place).astype("d"), matrix.shape[0], g.reshape(shape or (1,)))
-    made = computed_rows(v.dtype, matrix.shape, rows, (g, v), v.location).reshape(v.shape)
-    return made.with_flags(v.flags._replace(conj=False, neg=False))
+    entry = computed_rows(v.dtype, matrix.shape, rows, (g, v), v.location).reshape(v.shape)
+    return entry.with_flags(v.flags._replace(conj=False, neg=False))
 
 
 def _pruned(weight: str, orig: TensorEntry, mask: TensorEntry) -> TensorEntry:
@@ -148,8 +148,8 @@ def _pruned(weight: str, orig: TensorEntry, mask: TensorEntry) -> TensorEntry:
     _refuse_types(mask, orig)
 
     def product(_: int, mask_block: Array, block: Array) -> Array:
-        made: Array = numbers(block, orig.dtype) * numbers(mask_block, mask.dtype)
-        return made
+        values: Array = numbers(block, orig.dtype) * numbers(mask_block, mask.dtype)
+        return values
 
     return elementwise(product, mask, orig, dtype=orig.dtype).with_flags(orig.flags._replace(conj=False, neg=False))
 

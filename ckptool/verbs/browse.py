@@ -57,7 +57,7 @@ def browse(file: File) -> Page:
 
 
 class Plain(NamedTuple):
-    """A value that stands in the place of a tensor in a line."""
+    """A plain value in the place of a line's tensor."""
 
     value: Any
     dtype: None = None
@@ -70,34 +70,34 @@ class Plain(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Line(TensorRow):
-    """A tensor or plain value of the tree.  change, colour: what became of it in another file."""
+    """A tensor or plain value of the tree.  change, colour: how it differs in another file."""
 
     change: str = ""
     colour: str = ""
 
 
-def lines_of(found: Listing) -> Iterator[Line]:
-    """Every tensor, then every value, but what an object is made of."""
-    yield from (Line(row.path, row.tensor, row.storage) for row in found.tensors)
-    above: Path | None = None
-    for row in found.entries:
-        if not row.repeated and (above is None or row.path[: len(above)] != above):
+def lines_of(contents: Listing) -> Iterator[Line]:
+    """Every tensor, then every value, except the parts of objects."""
+    yield from (Line(row.path, row.tensor, row.storage) for row in contents.tensors)
+    parent: Path | None = None
+    for row in contents.entries:
+        if not row.repeated and (parent is None or row.path[: len(parent)] != parent):
             yield Line(row.path, Plain(row.value), None)  # type: ignore[arg-type]
-            above = row.path
+            parent = row.path
 
 
 def lines_of_diff(diff: Any, base: Path) -> Iterator[Line]:
     """What differs, at its place in the first file, of which the part at `base` was compared."""
-    told = {name: text for rows in (aspect_rows(diff), entry_rows(diff)) for name, text in rows}
-    found: list[tuple[Path, Any, str, str]] = []
-    for each in diff.changed:
-        far, said = each.values, [told[each.address]] if each.address in told else []
-        if far is not None:
-            said.insert(0, f"{far.changed:,} of {far.total:,} changed, max |a-b| {number(far.max_abs)}")
-        found.append((each.path, each.left, ", ".join(said) or "differs", "yellow"))
-    found += [(each.path, each.node, "only here", "red") for each in diff.only_left]
-    found += [(each.path, each.node, "only in the other", "green") for each in diff.only_right]
-    for path, node, *words in found:
+    texts = {name: text for pairs in (aspect_rows(diff), entry_rows(diff)) for name, text in pairs}
+    rows: list[tuple[Path, Any, str, str]] = []
+    for change in diff.changed:
+        delta, remarks = change.values, [texts[change.address]] if change.address in texts else []
+        if delta is not None:
+            remarks.insert(0, f"{delta.changed:,} of {delta.total:,} changed, max |a-b| {number(delta.max_abs)}")
+        rows.append((change.path, change.left, ", ".join(remarks) or "differs", "yellow"))
+    rows += [(entry.path, entry.node, "only here", "red") for entry in diff.only_left]
+    rows += [(entry.path, entry.node, "only in the other", "green") for entry in diff.only_right]
+    for path, node, *words in rows:
         tensor: Any = node if isinstance(node, (TensorEntry, Composite)) else Plain(node)
         yield Line(base + path, tensor, id(node.storage) if isinstance(node, TensorEntry) else None, None, *words)
 
@@ -118,8 +118,8 @@ def facts_of(branch: Branch) -> tuple[str, str, str]:
     return what, size(branch.size) if tensors else "", ""
 
 
-def about(branch: Branch, width: int, most: int) -> Iterator[str | tuple[str, ...]]:
-    """The facts, statistics and values of a branch, which are read here.  most: bytes that statistics may take."""
+def about(branch: Branch, width: int, limit: int) -> Iterator[str | tuple[str, ...]]:
+    """The facts, statistics and values of a branch, which are read here.  limit: bytes that statistics may read."""
     line, tied = line_of(branch), branch.part.tied
     yield (bold(branch.address or WHOLE),)
     if line is None:
@@ -136,15 +136,15 @@ def about(branch: Branch, width: int, most: int) -> Iterator[str | tuple[str, ..
     yield (dim("tied: "), ", ".join(names[:20])) if len(names) > 1 else ""
     if not isinstance(entry, TensorEntry) or not entry.numel or entry.dtype.numpy is None:
         return
-    if entry.nbytes > most:
+    if entry.nbytes > limit:
         yield (dim(f"press s to read all {size(entry.nbytes)}: statistics and a histogram"),)
     else:
-        found, picture, _ = values_of(entry, 0, 1 << 14)
-        numbers = [(name, getattr(found, name)) for name in STATISTICS[1:]]
+        statistics, picture, _ = values_of(entry, 0, 1 << 14)
+        numbers = [(name, getattr(statistics, name)) for name in STATISTICS[1:]]
         yield "  ".join(f"{name} {number(value)}" for name, value in numbers if value or name in STATISTICS[1:6])
-        if found.min != found.max:
+        if statistics.min != statistics.max:
             yield from ((Marked(row, "$primary"),) for row in bars(picture.counts, 4, 2))
-            yield (dim(f"{number(found.min)} … {number(found.max)}"),)
+            yield (dim(f"{number(statistics.min)} … {number(statistics.max)}"),)
     is_cut = entry.numel > FEW
     yield from array_text(corners(entry, check=False) if is_cut else to_numpy(entry), width, is_cut).split("\n")
 
@@ -158,7 +158,7 @@ def browser(opened: Opened) -> Any:
     from textual.widgets import Footer, Input, Static, Tree
 
     class Names(Tree[Any]):
-        """The tree; each line has its name at the left, what it is and its size at the right."""
+        """The tree; each line has a name at the left, the kind and size at the right."""
 
         BINDINGS: ClassVar[list[Any]] = [("right", "select_cursor", ""), ("left", "cursor_parent", "")]
 
@@ -166,29 +166,29 @@ def browser(opened: Opened) -> Any:
             return 1  # a line is as wide as the screen, whatever its name
 
         def render_label(self, node: Any, base_style: Any, style: Any) -> Any:
-            label, above = super().render_label(node, base_style, style), node
+            label, ancestor = super().render_label(node, base_style, style), node
             room = self.scrollable_content_region.width
             if node.data is None:
                 return label
-            while above := above.parent:
+            while ancestor := ancestor.parent:
                 room -= self.guide_depth
             what, total, colour = facts_of(node.data)
             label.append(printable(node.data.label or "''"), style=style)
-            most = max(room - min(label.cell_len, 16) - 12, 1)
-            what = "  " + (what if len(what) <= most else f"{what[: most - 1]}…")
+            limit = max(room - min(label.cell_len, 16) - 12, 1)
+            what = "  " + (what if len(what) <= limit else f"{what[: limit - 1]}…")
             label.truncate(max(room - len(what) - 10, 8), overflow="ellipsis", pad=True)
             return label.append(what, style=colour or "dim").append(f"{total:>10}", style="dim")
 
         def fill(self, node: Any) -> None:
-            """Gives a line what stands below it, unless it has that; of very many siblings the first."""
-            below = () if node.children else node.data.below
-            for child in below[:SIBLINGS]:
+            """Adds a line's children, unless it has them; of very many siblings only the first."""
+            children = () if node.children else node.data.below
+            for child in children[:SIBLINGS]:
                 node.add("", child, allow_expand=line_of(child) is None)
-            if below[SIBLINGS:]:
-                node.add_leaf(f"… {len(below) - SIBLINGS:,} more (/ filters)")
+            if children[SIBLINGS:]:
+                node.add_leaf(f"… {len(children) - SIBLINGS:,} more (/ filters)")
 
         def unfold_what_fits(self) -> None:
-            """Unfolds level by level what there is room for, and the first line whatever is in it."""
+            """Unfolds, level by level, as much as fits, and the first line whatever is in it."""
             room, queue = self.size.height - 1, [self.root]
             while queue:
                 node = queue.pop(0)
@@ -252,7 +252,7 @@ def browser(opened: Opened) -> Any:
             self.worker.shutdown(wait=False, cancel_futures=True)
 
         def show(self) -> None:
-            """Builds the tree anew: of everything or of what differs, as far as the pattern takes it."""
+            """Rebuilds the tree: of all lines, or of those that differ, as far as they match the pattern."""
             lines, words = self.differing if self.verdict else self.lines, self.pattern
             if words:
                 is_whole = words.startswith("re:") or not {*"*?["}.isdisjoint(words)
@@ -278,15 +278,15 @@ def browser(opened: Opened) -> Any:
             else:
                 self.action_statistics(AT_ONCE[is_url(opened.path)])
 
-        def action_statistics(self, most: int = sys.maxsize) -> None:
-            """Shows what is to be said of a line, as soon as it is read, if the cursor still stands there."""
+        def action_statistics(self, limit: int = sys.maxsize) -> None:
+            """Shows the facts about a line as soon as they are read, if the cursor is still there."""
             branch, width = self.here, max(self.text.size.width, 20)
 
             def read() -> None:
                 if branch is self.here:
                     with unchanged(*self.sources):
-                        said = list(about(branch, width, most))
-                    self.call_from_thread(lambda: self.tell(said) if branch is self.here else None)
+                        texts = list(about(branch, width, limit))
+                    self.call_from_thread(lambda: self.tell(texts) if branch is self.here else None)
 
             if isinstance(branch, Branch) and branch.depth:
                 self.worker.submit(self.work, read)
@@ -294,13 +294,13 @@ def browser(opened: Opened) -> Any:
         def work(self, function: Callable[[], None]) -> None:
             try:
                 function()
-            except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
-                said = error_text(error) if isinstance(error, CkptoolError) else repr(error)
-                self.call_from_thread(self.tell, said.split("\n"))
+            except Exception as error:  # noqa: BLE001 (whatever it is, it is shown)
+                message = error_text(error) if isinstance(error, CkptoolError) else repr(error)
+                self.call_from_thread(self.tell, message.split("\n"))
 
         def tell(self, lines: Any) -> None:
             parts = [(line,) if isinstance(line, str) else line for line in lines if line]
-            shown = [[(str(escaped(each)), getattr(each, "mark", "")) for each in part] for part in parts]
+            shown = [[(str(escaped(piece)), getattr(piece, "mark", "")) for piece in part] for part in parts]
             self.text.update(Content("\n").join(Content.assemble(*line) for line in shown))
 
         def action_ask(self, what: str) -> None:

@@ -95,11 +95,11 @@ def bundle(
         if at is not None and file is not None:
             what, take = f"{shown(file)} is a part of a file", command("bundle", members={"NAME": shown(file)}, out=OUT)
             raise UsageError(what, "A bundle is changed as a whole.", f"Take the part as a member: {take}")
-        whole = Checkpoint({}, formats.DEFAULT) if path is None else open_whole(path, part=part).checkpoint
-        parts = _Members(whole, part)
+        original = Checkpoint({}, formats.DEFAULT) if path is None else open_whole(path, part=part).checkpoint
+        parts = _Members(original, part)
         if file is not None:
-            parts.checkpoint = replace(whole, tree=bundles.members_of(whole))
-            refuse_extras(whole, formats.by_name(formats.DEFAULT))
+            parts.checkpoint = replace(original, tree=bundles.members_of(original))
+            refuse_extras(original, formats.by_name(formats.DEFAULT))
     parts.checkpoint = replace(parts.checkpoint, tree=bundles.changed(parts.checkpoint.tree, several(drop), rename))
     parts.add(members or {}, (values or {}) if change.live else checkpoint_of(values or {}).tree)
     if not parts.checkpoint.tree or (file is not None and not (drop or rename or members or values)):
@@ -111,25 +111,25 @@ def bundle(
     tree = bundles.bundled(parts.checkpoint.tree, parts.original.tree, live=change.live)
     # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps what is
     # there.
-    origin = parts.original.origin if change.asked["in_place"] else None
-    made = replace(parts.checkpoint, tree=tree, source=parts.original.source, origin=origin, tensors_only=False)
-    made = replace(made, container=container.name)
-    if one := bundles.one_thing(made):
-        what, why = f"these members together would be {one}", "It could not be told apart. Nothing was written."
+    origin = parts.original.origin if change.options["in_place"] else None
+    bundled = replace(parts.checkpoint, tree=tree, source=parts.original.source, origin=origin, tensors_only=False)
+    bundled = replace(bundled, container=container.name)
+    if thing := bundles.one_thing(bundled):
+        what, why = f"these members together would be {thing}", "It could not be told apart. Nothing was written."
         raise Conflict(what, why, "Give a member that is a dictionary of tensors, or save these as one: ckptool.save")
-    written = change.write(together(parts.original, parts.memories), made, inputs=parts.inputs)
+    written = change.write(together(parts.original, parts.memories), bundled, inputs=parts.inputs)
     if drop and written.how == "in place":
         message = f"the bytes of {listed(several(drop), 3)} stay inside the file, used by nothing"
         parts.notes.append(Note("unused-record", message, command("convert", FILE, out=OUT)))
-    rows = bundles.table(made.tree, parts.origins)
+    rows = bundles.table(bundled.tree, parts.origins)
     return written.about(counted(len(rows), "member"), Row("members", rows, bundles.lines_of(rows)), notes=parts.notes)
 
 
 class _Members:
-    """The contents of a bundle, put together.
+    """The contents of a bundle, as it is put together.
 
     original: the bundle that is changed, or an empty one.  checkpoint: the members so far.  part: they may be parts of
-    checkpoints.  inputs: the files of the members, beside the original.  readings: of each file, with what was taken.
+    checkpoints.  inputs: the files of the members, beside the original.  readings: of each file, with the taken paths.
     """
 
     def __init__(self, original: Checkpoint, part: bool) -> None:
@@ -142,8 +142,8 @@ class _Members:
 
     def add(self, files: Mapping[str, CheckpointLike], values: Mapping[str, Any]) -> None:
         bundles.check_names([*files, *values], self.checkpoint.tree)
-        held = ((name, given) for name, given in files.items() if not isinstance(given, Checkpoint))
-        live = {name: given for name, given in held if formats.is_in_memory(given)}
+        candidates = ((name, source) for name, source in files.items() if not isinstance(source, Checkpoint))
+        live = {name: source for name, source in candidates if formats.is_in_memory(source)}
         memory = checkpoint_in_memory(live, members=True)
         self.memories += [memory] if live else []
         for name, file in files.items():
@@ -152,20 +152,20 @@ class _Members:
         self.checkpoint = replace(self.checkpoint, tree={**self.checkpoint.tree, **values})
 
     def member(self, name: str | int, part: Checkpoint, origin: str) -> None:
-        """Adds what a file holds under a name, with what has to be known of the file."""
+        """Adds the contents of a file under a name, with the notes on the file."""
         refuse_extras(part, formats.by_name(formats.DEFAULT))
         self.origins[name] = origin
         self.notes += marks.recovered_notes(part.metadata)
-        if left := sorted(set(part.metadata) - {"format", marks.RECOVERED}) if part.tensors_only else []:
-            said = listed(left, 3)
-            self.notes.append(Note("metadata-left", f"{origin} has metadata strings that are left out: {said}"))
+        if omitted := sorted(set(part.metadata) - {"format", marks.RECOVERED}) if part.tensors_only else []:
+            names = listed(omitted, 3)
+            self.notes.append(Note("metadata-left", f"{origin} has metadata strings that are left out: {names}"))
         before = self.checkpoint.metadata
         metadata = {**before, **marks.recovered(part.metadata, to=(name,), before=before)}
         tree, discarded = {**self.checkpoint.tree, name: part.tree}, (*self.checkpoint.discarded, *part.discarded)
         self.checkpoint = replace(self.checkpoint, tree=tree, metadata=metadata, discarded=discarded)
 
     def _taken(self, file: CheckpointLike) -> Checkpoint:
-        """The part of a file that a member is. Parts of one file keep their ties; what is taken twice is two things."""
+        """The part of a file that is a member. Parts of one file keep their ties; what is taken twice becomes two."""
         path, at = split(file) if isinstance(file, (str, os.PathLike)) else (file, "")
         readings = self.readings.setdefault(os.path.realpath(absolute(path)) if type(path) is str else id(file), [])
         for checkpoint, taken in readings:
@@ -190,13 +190,13 @@ def _of_folder(path: PathLike, part: bool) -> _Members:
     """The members that an unbundled folder holds. Raises `Corrupt` for a record that leads out of the folder."""
     folder = Folder(path)
     record = bundle_json.read(folder)
-    bundles.check_names(each.name for each in record.parts if each.file)
+    bundles.check_names(entry.name for entry in record.parts if entry.file)
     parts = _Members(Checkpoint(OrderedDict() if record.ordered else {}, record.container), part)
-    for each in record.parts:
-        if each.file:
-            parts.member(each.name, formats.read_alone(folder.open(each.file)), os.path.join(folder.path, each.file))
+    for entry in record.parts:
+        if entry.file:
+            parts.member(entry.name, formats.read_alone(folder.open(entry.file)), os.path.join(folder.path, entry.file))
         else:
-            parts.checkpoint = replace(parts.checkpoint, tree={**parts.checkpoint.tree, each.name: each.value})
+            parts.checkpoint = replace(parts.checkpoint, tree={**parts.checkpoint.tree, entry.name: entry.value})
     parts.inputs.append(folder)
     tree = bundles.tied_again(bundles.bundled(parts.checkpoint.tree), record.ties)
     parts.checkpoint = replace(parts.checkpoint, tree=tree)

@@ -62,32 +62,32 @@ def cast(
         what = f"{roots[0].address or 'the whole file'} has no floating tensors under names of its own"
         raise NoMatch(what, "Only those are cast. Nothing was written.")
     plan = cast_roots(part, roots, target, several(only), several(exclude))
-    if change.live and not change.asked["dry_run"] and plan.skipped and not plan.tensors:
+    if change.live and not change.options["dry_run"] and plan.skipped and not plan.tensors:
         kinds = listed(list(dict.fromkeys(kind for _, kind in plan.skipped)), 3)
         count = counted(len(plan.skipped), "floating tensor is", "floating tensors are")
         raise NoMatch(f"nothing was cast: {count} of another kind ({kinds})", "Only plain ones are cast.")
     beside = model_folder(change.original, plan.checkpoint.tree, dequantized=True) if weights else None
     written = change.save(plan.checkpoint, changes=plan.tensors > 0 or bool(weights), beside=beside)
-    dry_run = bool(change.asked["dry_run"])
+    dry_run = bool(change.options["dry_run"])
     rows: list[Row | str] = []
     if weights:
-        made: list[dict[str, Any]] = [
+        computed: list[dict[str, Any]] = [
             {"path": name, "from": weight.words, "shape": list(weight.shape), "keys": list(weight.keys)}
             for name, weight in weights
         ]
-        shown = made if dry_run else made[:SHOWN]
+        shown = computed if dry_run else computed[:SHOWN]
         lines = [f"{fact['path']} {fact['shape']} {target.name} ← {fact['from']}" for fact in shown]
-        if left := len(made) - len(shown):
-            lines.append(f"… and {counted(left, 'weight')} more ({arg(dry_run=True)} shows all)")
-        rows.append(Row("dequantized", made, lines))
+        if hidden := len(computed) - len(shown):
+            lines.append(f"… and {counted(hidden, 'weight')} more ({arg(dry_run=True)} shows all)")
+        rows.append(Row("dequantized", computed, lines))
         rows.append(Row.named("left_out", left_out, "left out, of activations:", 6))
     summary = f"already clean: every floating tensor that was asked for is {target.name}"
     if plan.tensors:
         sizes = f"{size(plan.bytes_before)} → {size(plan.bytes_after)}"
         summary = f"{counted(plan.tensors, 'tensor')} cast to {target.name}, {sizes}"
     elif plan.skipped:
-        kept = counted(len(plan.skipped), "tensor is", "tensors are")
-        summary = f"nothing was cast: {kept} left as before; any others are {target.name} already"
+        unchanged = counted(len(plan.skipped), "tensor is", "tensors are")
+        summary = f"nothing was cast: {unchanged} left as before; any others are {target.name} already"
     lossy = [(name, kind, asdict(tally)) for name, kind, tally in plan.tallies if tally.changed]
     facts = [{"storage_of": name, "from": kind.name, **tally} for name, kind, tally in lossy]
     skipped = [{"path": name, "kind": kind} for name, kind in plan.skipped]
@@ -102,16 +102,16 @@ def cast(
             rows.append(f"config.json beside it still names the quantization; {elsewhere}")
     if plan.tensors and any(True for _ in optimizers(part.tree)):
         rows.append("the optimizer's state stays in its own types")
-    totals = {each: getattr(plan, each) for each in ("tensors", "bytes_before", "bytes_after")}
+    totals = {name: getattr(plan, name) for name in ("tensors", "bytes_before", "bytes_after")}
     return written.about(summary, *rows, dtype=target.name, **totals)
 
 
 def _losses(plan: Cast, computed: bool) -> Iterator[str]:
-    """What the cast lost, if its values were read (`doctor` writes later).
+    """The losses of the cast, if its values were read (`doctor` writes later).
 
-    computed: it also computed weights, and the others may be exact.
+    computed: it also computed weights; the casts beside them may be exact.
     """
-    lossy = sorted((each for each in plan.tallies if each[2].changed), key=lambda each: -each[2].max_abs_error)
+    lossy = sorted((row for row in plan.tallies if row[2].changed), key=lambda row: -row[2].max_abs_error)
     if lossy:
         yield f"values rounded in {len(lossy):,} of {counted(len(plan.tallies), 'storage')}; the largest errors:"
         for name, kind, tally in lossy[:3]:

@@ -104,7 +104,7 @@ def convert(
     elif shard_dim is not None:
         fix = f"For example: {arg(ranks=8, shard_dim=0)}"
         raise UsageError(f"{arg('shard_dim')} was given without {arg('ranks')}", "Nothing would be divided.", fix)
-    if change.asked["container"] is None and (change.path or "").endswith("/"):
+    if change.options["container"] is None and (change.path or "").endswith("/"):
         change = change.into(change.format(SHARDED).name)
     container = change.format(opened.checkpoint.container)
     if optimizer_as is not None:
@@ -160,13 +160,13 @@ def convert(
         from ckptool.formats.dcp.save_plan import RankDivision
 
         changed = replace(changed, origin=RankDivision(ranks, shard_dim or 0))
-    left = flatten.left_behind(opened.checkpoint, behind, changed.tree, chosen=named or bool(only or exclude))
+    leftovers = flatten.left_behind(opened.checkpoint, behind, changed.tree, chosen=named or bool(only or exclude))
     saved = change.write(opened.checkpoint, replace(changed, base=()), expected=expected, beside=beside)
     if against is not None and optimizer_as is None:
-        described = f"flat parameters are divided by the order and shapes in {shown(against)}"
-        rows.append(f"{described}; the files tell only how many elements there are")
+        remark = f"flat parameters are divided by the order and shapes in {shown(against)}"
+        rows.append(f"{remark}; the files tell only how many elements there are")
     count = sum(1 for _ in tensors(changed.tree))
-    return saved.about(summary, *rows, *left.lines, notes=notes, tensors=count, **left.facts)
+    return saved.about(summary, *rows, *leftovers.lines, notes=notes, tensors=count, **leftovers.facts)
 
 
 def _opened(
@@ -190,7 +190,7 @@ def _opened(
     path, place = split(file)
     target = find_target(against)
     shapes = {expected.name: expected.shape for expected in target.unique if expected.shape is not None}
-    ties = {each.name: each.tied_to for each in target.tensors.values() if each.tied_to is not None}
+    ties = {tensor.name: tensor.tied_to for tensor in target.tensors.values() if tensor.tied_to is not None}
     folder = Folder(path)
     with unchanged(folder):
         ordered = target.checkpoint is None or not target.checkpoint.tensors_only
@@ -203,15 +203,15 @@ _EXAMPLES = {SHARDED: arg(out=Slot("DIR"), shard_size="5GB"), DCP: arg(out="mode
 def _only(name: str, change: Change, option: Command) -> Change:
     """The change into the container of the output, which has to be a folder as `name` is. Raises `UsageError` for
     another."""
-    container, wanted = change.format(name), formats.by_name(name)
-    if not container.writes_folder or container.tensors_only != wanted.tensors_only:
+    container, expected = change.format(name), formats.by_name(name)
+    if not container.writes_folder or container.tensors_only != expected.tensors_only:
         what = f"{option} writes a folder ({name}), but {change.path or ''} would be {container.name}"
         raise UsageError(what, "Nothing else is divided into files.", f"For example: {_EXAMPLES[name]}")
     return change.into(container.name)
 
 
 def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], list[str]]:
-    """The part with plain values only, a line for each value that was changed or dropped, and what stays behind."""
+    """The part with plain values only; a line for each value changed or dropped; and the addresses left behind."""
     from ckptool.pickles.weights_only import weights_only
 
     plain = weights_only(part)
@@ -242,18 +242,18 @@ def _to_tensors(
         root, remark = StateDict((), part.tree, "model weights"), ""
     else:
         root, remark = one_state_dict(part, "" if named else None)
-    made = flatten.export(part, root, container, only, exclude, copy_ties=copy_ties)
-    of = f" of {root.address}" if root.address else ""
-    summary = f"{counted(len(made.checkpoint.tree), 'tensor')}{of}" + (f" ({remark})" if remark else "")
-    return made.checkpoint, summary, list(made.left_behind), made.notes
+    exported = flatten.export(part, root, container, only, exclude, copy_ties=copy_ties)
+    place = f" of {root.address}" if root.address else ""
+    summary = f"{counted(len(exported.checkpoint.tree), 'tensor')}{place}" + (f" ({remark})" if remark else "")
+    return exported.checkpoint, summary, list(exported.left_behind), exported.notes
 
 
 def _to_pickle(
     part: Checkpoint, named: bool, compact: bool, only: Sequence[str], exclude: Sequence[str], path: str
 ) -> Outcome:
     weights_only = bool(part.extras) and not named  # of a program, only its weights can be written
-    module = named and module_attributes(part.tree) is not None
-    if not (only or exclude or weights_only or module):
+    is_module = named and module_attributes(part.tree) is not None
+    if not (only or exclude or weights_only or is_module):
         from ckptool.formats.members import beside
 
         what = "the weights" if beside(part) else "everything"
@@ -263,19 +263,19 @@ def _to_pickle(
         modules = [root for root in find_state_dicts(part) if root.module is not None] if holds_objects else []
         if not modules:
             return part, what, [], ()
-        stays = f"{modules[0]} stays an object of its class, which loading needs; its weights alone need no class"
+        message = f"{modules[0]} stays an object of its class, which loading needs; its weights alone need no class"
         fix = command("convert", f"{path}#{modules[0].address or '/'}", out="weights.pt")
-        return part, what, [], (Note("whole-module", stays, fix),)
+        return part, what, [], (Note("whole-module", message, fix),)
     root, _ = one_state_dict(part, "" if named else None)
     keys = selected([key for key in root.node if type(key) is str], only, exclude)
     behind = [address((*root.base, *root.path, key)) for key in root.node if key not in keys]
     flatten.refuse_packed(part, root)
     behind += flatten.around(part, root)
-    if module or weights_only:
+    if is_module or weights_only:
         what = "a TorchScript module, without its program" if weights_only else f"a {root.detail}, without its class"
         summary = f"the {counted(len(keys), 'tensor')} of {what}"
     else:
-        of = f" of {root.address}" if root.address else ""
-        summary = f"{len(keys):,} of {counted(len(root.node), 'key')}{of}"
+        place = f" of {root.address}" if root.address else ""
+        summary = f"{len(keys):,} of {counted(len(root.node), 'key')}{place}"
     tree = same_kind(root.node, {key: value for key, value in root.node.items() if key in keys})
     return replace(part, tree=tree, extras={}), summary, behind, ()

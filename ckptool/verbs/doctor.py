@@ -75,8 +75,8 @@ def doctor(
         return of_error_text(error, path, devices)
     if file is None or file == "":
         raise UsageError("doctor was given nothing to look at", "", f"For example: {command('doctor', 'model.pt')}")
-    asked: Any = {"out": out, "dtype": dtype, **options}
-    if not fix and (unused := [name for name, value in asked.items() if value and name != "progress"]):
+    fix_options: Any = {"out": out, "dtype": dtype, **options}
+    if not fix and (unused := [name for name, value in fix_options.items() if value and name != "progress"]):
         what = f"doctor was given {arg(unused[0])} without {arg('fix')}"
         raise UsageError(what, "It only looks.", f"To write: {command('doctor', FILE, fix=True, out=OUT)}")
     change = change_of("doctor", out, options, file, in_place=True) if fix else None
@@ -90,7 +90,7 @@ def doctor(
 
 
 class Done(NamedTuple):
-    """A step that was done, for a finding of the code. summary, rows, facts: what its verb says that it did."""
+    """A step that was done, for a finding with this code. summary, rows, facts: its verb's report of it."""
 
     step: Fix
     code: str
@@ -99,32 +99,32 @@ class Done(NamedTuple):
     facts: Mapping[str, Any]
 
     def lines(self, number: int) -> Iterator[str]:
-        """What it did; asked for when all is written, since only then values were read."""
-        said = self.step.command[1:-2]
-        words = [word.removeprefix(FILE) if isinstance(word, Slot) else quoted(word) for word in said]
+        """What it did; called when all is written, since only then values have been read."""
+        arguments = self.step.command[1:-2]
+        words = [word.removeprefix(FILE) if isinstance(word, Slot) else quoted(word) for word in arguments]
         code, summary = f" [{self.code}]" if self.code else "", f": {self.summary}" if self.summary else ""
         yield f"{number}. {' '.join(filter(None, words))}{code}{summary}"
         yield from (f"   {line}" for line in lines_of(self.rows))
 
 
-def fixed(file: CheckpointLike, change: Change, target: Target | None, given: Mapping[str, Any]) -> Written | Any:
-    """Does what doctor prints of a file, looks at the result as doctor does, and writes it if nothing is wrong with it.
-    given: the model and the dtype, as they were given. Raises `Unsupported` with doctor's words where no command mends
+def fixed(file: CheckpointLike, change: Change, target: Target | None, settings: Mapping[str, Any]) -> Written | Any:
+    """Runs the commands that doctor prints for a file, diagnoses the result, and writes it if nothing is wrong with it.
+    settings: the model and the dtype, as options. Raises `Unsupported` with doctor's words where no command mends
     the file or the result does not fit the model, and what the verbs raise."""
     from ckptool.verbs._diagnosis import of_opened, of_unopened
 
-    in_place, path = bool(change.asked["in_place"]), shown(file) if isinstance(file, (str, os.PathLike)) else ""
+    in_place, path = bool(change.options["in_place"]), shown(file) if isinstance(file, (str, os.PathLike)) else ""
     original: Checkpoint | None = None
     current: Checkpoint | None = None
     place: str | None = None
     try:
         opened = open_file(file)
-        path, found = opened.path, of_opened(opened, target)
+        path, diagnosis = opened.path, of_opened(opened, target)
         original, place = opened.checkpoint, opened.at
         current = replace(original, memory=None)  # of which verbs make a checkpoint, whatever was given
     except CkptoolError as problem:
-        found = of_unopened(problem, path)
-    seen, done = [found], list[Done]()
+        diagnosis = of_unopened(problem, path)
+    diagnoses, applied = [diagnosis], list[Done]()
 
     def do(step: Fix, code: str, container: str) -> None:
         nonlocal current, place
@@ -132,111 +132,111 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, given: Ma
             if step.command[1] == "recover":
                 from ckptool.verbs.recover import all_of
 
-                made = all_of(file)
+                result = all_of(file)
             else:
                 function, _, options = commands.called(step.command)
                 # The model itself, not its name.
-                options |= {name: value for name, value in given.items() if name in options}
+                options |= {name: value for name, value in settings.items() if name in options}
                 options |= {"out": None, **({"at": step.at} if step.at else {})}
                 if step.command[1] == "convert" and named(container).writable:
                     options["container"] = container  # else writing it refuses what is in place
-                made = function(current, **options)
+                result = function(current, **options)
         except CkptoolError as error:  # of a verb that was not told what the file is called
             error.fill({FILE: as_argument(path)} if path else {})
             raise error.within(path) from error.__cause__
-        if made is None:
-            raise _refusal(seen, path, in_place, "A part of it is lost. ")
-        about = ("", (), dict[str, Any]())  # what `recover` did is its note
-        if isinstance(made, Written):
-            about, made = (made.summary, made.rows, made.facts), made.made[0]
-        done.append(Done(step, code, *about))
-        current = _as_it_reads(made, container)
+        if result is None:
+            raise _refusal(diagnoses, path, in_place, "A part of it is lost. ")
+        outcome = ("", (), dict[str, Any]())  # what `recover` did is its note
+        if isinstance(result, Written):
+            outcome, result = (result.summary, result.rows, result.facts), result.made[0]
+        applied.append(Done(step, code, *outcome))
+        current = _as_it_reads(result, container)
         place = place if VERBS[step.command[1]].address is Use.CHANGES else None
 
     for _ in range(ROUNDS):
-        before = len(done)
-        for each, step in _steps(found, in_place):
-            before_it = current.container if current is not None else ""
-            do(step, each.code, before_it if in_place else for_output(step.out, before_it).name)
-        if len(done) == before or current is None:
+        count = len(applied)
+        for finding, step in _steps(diagnosis, in_place):
+            source_container = current.container if current is not None else ""
+            do(step, finding.code, source_container if in_place else for_output(step.out, source_container).name)
+        if len(applied) == count or current is None:
             break
-        found = of_opened(Opened(current, place, path if in_place else done[-1].step.out), target)
-        seen.append(found)
+        diagnosis = of_opened(Opened(current, place, path if in_place else applied[-1].step.out), target)
+        diagnoses.append(diagnosis)
     if current is None:
-        raise _refusal(seen, path, in_place)
+        raise _refusal(diagnoses, path, in_place)
     original = current if original is None else original  # else it could not be opened as it was
-    usual = original.container if (change.path or "").endswith("/") else current.container
-    container = named(current.container) if in_place else change.format(usual)
+    default = original.container if (change.path or "").endswith("/") else current.container
+    container = named(current.container) if in_place else change.format(default)
     last: list[Command] = []
     if container.tensors_only and not current.tensors_only:
         last.append(command("convert", FILE / (place or ""), ties="copy", out=OUT))
     elif place and not in_place:  # the part that was named
         last.append(command("convert", FILE / place, out=OUT))
-    last += [command("cast", FILE, dtype=str(given["dtype"]), out=OUT)] if given["dtype"] is not None else []
+    last += [command("cast", FILE, dtype=str(settings["dtype"]), out=OUT)] if settings["dtype"] is not None else []
     for line in last:
         try:
             do(Fix(line, place or "", line, ""), "", container.name)
         except UsageError as error:  # of a verb whose options these are not
-            raise (_refusal(seen, path, in_place) if found.findings else error) from error
+            raise (_refusal(diagnoses, path, in_place) if diagnosis.findings else error) from error
     if last or container.name != current.container:
         current = _as_it_reads(current, container.name)
-        found = of_opened(Opened(current, place, change.path or path), target)
-        seen.append(found)
-    if any(each.blocks or (not in_place and each.stage in (Stage.PLACE, Stage.ENTRIES)) for each in found.findings):
-        raise _refusal(seen, path, in_place)
-    saved = replace(change.write(original, current, changes=bool(done)), file=path)
+        diagnosis = of_opened(Opened(current, place, change.path or path), target)
+        diagnoses.append(diagnosis)
+    if any(item.blocks or (not in_place and item.stage in (Stage.PLACE, Stage.ENTRIES)) for item in diagnosis.findings):
+        raise _refusal(diagnoses, path, in_place)
+    saved = replace(change.write(original, current, changes=bool(applied)), file=path)
     notes = []  # what was decided for the user: which weights, which prefix goes, which values are the model's
-    for one in (one for diagnosis in seen for one in diagnosis.findings):
-        if one.code == "several-weights" and one.steps[:1] and one.steps[0].at:
-            other = command("doctor", f"{path or FILE}#ADDRESS", fix=True, out=OUT)
-            notes.append(Note(one.code, f"{one.what}. {one.steps[0].at} was taken; for another: {other}"))
-        elif one.steps and one.advice and (one.stage is Stage.ENTRIES or one.code == "shape-mismatch"):
-            notes.append(Note(one.code, f"{one.what}. {one.advice}"))
-    notes += [Note(one.code, one.what) for one in found.findings if not one.commands]
-    lines = (line for number, each in enumerate(done, 1) for line in each.lines(number))
-    facts = [{"code": each.code, "command": str(each.step.line), "summary": each.summary} for each in done]
-    behind = [name for each in done for name in each.facts.get("left_behind", ())]
-    summary = counted(len(done), "step") if done else "nothing to fix"
+    for finding in (finding for earlier in diagnoses for finding in earlier.findings):
+        if finding.code == "several-weights" and finding.steps[:1] and finding.steps[0].at:
+            choose = command("doctor", f"{path or FILE}#ADDRESS", fix=True, out=OUT)
+            notes.append(Note(finding.code, f"{finding.what}. {finding.steps[0].at} was taken; for another: {choose}"))
+        elif finding.steps and finding.advice and (finding.stage is Stage.ENTRIES or finding.code == "shape-mismatch"):
+            notes.append(Note(finding.code, f"{finding.what}. {finding.advice}"))
+    notes += [Note(finding.code, finding.what) for finding in diagnosis.findings if not finding.commands]
+    lines = (line for number, item in enumerate(applied, 1) for line in item.lines(number))
+    facts = [{"code": item.code, "command": str(item.step.line), "summary": item.summary} for item in applied]
+    behind = [name for item in applied for name in item.facts.get("left_behind", ())]
+    summary = counted(len(applied), "step") if applied else "nothing to fix"
     return saved.about(summary, Row("steps", facts, lines), notes=notes, left_behind=behind)
 
 
-def _steps(found: Diagnosis, in_place: bool) -> Iterator[tuple[Finding, Fix]]:
-    """The commands that doctor prints and that write. In place weights stay where they are, what follows is about them
-    there, and anything else that needs another file ends it."""
-    kept = ""
-    for each in found.findings:
-        for step in each.steps:
+def _steps(diagnosis: Diagnosis, in_place: bool) -> Iterator[tuple[Finding, Fix]]:
+    """The commands of a diagnosis that write. In place, weights stay where they are and later steps act on them there;
+    any other step that needs another file ends it."""
+    kept_at = ""
+    for finding in diagnosis.findings:
+        for step in finding.steps:
             verb, *words = step.command[1:]
             changes = VERBS[verb].address is Use.CHANGES and verb != "slim"
             if not in_place or changes or "--weights-only" in words or "--ties" in words:
-                yield each, step._replace(at=step.at or kept)
+                yield finding, step._replace(at=step.at or kept_at)
             elif verb == "convert" and step.at:
-                kept = step.at
+                kept_at = step.at
             else:
                 return
 
 
-def _as_it_reads(made: Checkpoint, container: str) -> Checkpoint:
-    """The checkpoint as it is when it is read again from a container."""
-    tensors_only = made.tensors_only and named(container).tensors_only
-    kept = made.metadata if container == made.container else (marks.PICKLE, marks.RECOVERED)
-    metadata = {key: value for key, value in made.metadata.items() if key in kept}
-    notes = tuple(note for note in made.notes if note.code == PART)  # it is no less of one
-    return replace(made, container=container, metadata=metadata, notes=notes, tensors_only=tensors_only)
+def _as_it_reads(checkpoint: Checkpoint, container: str) -> Checkpoint:
+    """The checkpoint as it would be read back from a container."""
+    tensors_only = checkpoint.tensors_only and named(container).tensors_only
+    keys = checkpoint.metadata if container == checkpoint.container else (marks.PICKLE, marks.RECOVERED)
+    metadata = {key: value for key, value in checkpoint.metadata.items() if key in keys}
+    notes = tuple(note for note in checkpoint.notes if note.code == PART)  # it is no less of one
+    return replace(checkpoint, container=container, metadata=metadata, notes=notes, tensors_only=tensors_only)
 
 
-def _refusal(seen: Sequence[Diagnosis], path: str, in_place: bool, why: str = "") -> Unsupported:
-    """What is wrong and not mended, in doctor's words, of the file itself where it says so of that."""
-    wrong = sorted(seen[-1].findings, key=lambda each: (each.code != PART, not each.blocks))
-    found = next((each for each in seen[0].findings if each.code == wrong[0].code), None)
-    first, whose = found or replace(wrong[0], commands=()), path or "the checkpoint"
-    whose = whose if found else f"{whose}, fixed"  # its file is not there
+def _refusal(diagnoses: Sequence[Diagnosis], path: str, in_place: bool, why: str = "") -> Unsupported:
+    """The error for what is wrong and not mended, in doctor's words: those on the file itself where it has any."""
+    unmended = sorted(diagnoses[-1].findings, key=lambda finding: (finding.code != PART, not finding.blocks))
+    original = next((finding for finding in diagnoses[0].findings if finding.code == unmended[0].code), None)
+    first, whose = original or replace(unmended[0], commands=()), path or "the checkpoint"
+    whose = whose if original else f"{whose}, fixed"  # its file is not there
     what = first.what if path and f" {path}" in f" {first.what}" else f"{whose}: {first.what}"
     advice = first.advice
-    for step in (step for each in seen for finding in each.findings for step in finding.steps):
+    for step in (step for diagnosis in diagnoses for finding in diagnosis.findings for step in finding.steps):
         advice = advice.replace(step.out, as_argument(path) or FILE)  # a file that was never written
-    way = "; then ".join(f"{each}" for each in first.commands) or advice
-    way = f"Write a new file: {arg(out=OUT)}" if in_place and first.steps else way
-    refused = Unsupported(what, f"{why}Nothing was written.", way)
-    refused.code = first.code
-    return refused
+    fix = "; then ".join(f"{line}" for line in first.commands) or advice
+    fix = f"Write a new file: {arg(out=OUT)}" if in_place and first.steps else fix
+    error = Unsupported(what, f"{why}Nothing was written.", fix)
+    error.code = first.code
+    return error

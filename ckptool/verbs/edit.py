@@ -46,9 +46,9 @@ def edit(
     tree, dropped = without(change.part, several(drop)) if drop else (change.part.tree, ())
     for place, value in values.items():
         tree = with_value(tree, place, value)
-    above = address(change.part.base)
-    named = [f"{above}/{place}" if above else place for place in values]
-    words = (("dropped", dropped), ("set", named))
+    base = address(change.part.base)
+    addresses = [f"{base}/{place}" if base else place for place in values]
+    words = (("dropped", dropped), ("set", addresses))
     summary = ", ".join(f"{counted(len(names), 'entry', 'entries')} {word}" for word, names in words if names)
     lines = []
     for place, value in list(values.items())[:9]:
@@ -57,5 +57,5 @@ def edit(
         except MissingKey:
             lines.append(f"{place}: {entry_text(value)}, a new entry")
     return change.save(replace(change.part, tree=tree)).about(
-        summary, Row.named("dropped", dropped, "dropped"), Row("set", named, lines)
+        summary, Row.named("dropped", dropped, "dropped"), Row("set", addresses, lines)
     )

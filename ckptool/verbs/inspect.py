@@ -39,15 +39,15 @@ def inspect(
     if run is not None:
         return run
     opened = open_file(file, at)
-    found = matching_only(listing(opened.checkpoint, opened.at or ""), several(only))
+    contents = matching_only(listing(opened.checkpoint, opened.at or ""), several(only))
     if not stats:
-        return with_statistics(found, {}, opened.path)
+        return with_statistics(contents, {}, opened.path)
     from ckptool.analysis.values import statistics  # with numpy, which no other listing needs
 
-    plain = {row.address: row.tensor for row in found.tensors if not isinstance(row.tensor, Composite)}
+    plain = {row.address: row.tensor for row in contents.tensors if not isinstance(row.tensor, Composite)}
     entries = {place: entry for place, entry in plain.items() if entry.dtype.kind != "bits" and entry.numel}
     views = {place: (*entry.view, entry.flags) for place, entry in entries.items()}
     with unchanged(opened.checkpoint.source):  # what is one view of the data is read once
-        each = {views[place]: entries[place] for place in views}
-        known = {view: statistics(entry) for view, entry in over(each.items(), lambda pair: pair[1].nbytes)}
-    return with_statistics(found, {place: known[view] for place, view in views.items()}, opened.path)
+        distinct = {views[place]: entries[place] for place in views}
+        by_view = {view: statistics(entry) for view, entry in over(distinct.items(), lambda pair: pair[1].nbytes)}
+    return with_statistics(contents, {place: by_view[view] for place, view in views.items()}, opened.path)

@@ -60,11 +60,11 @@ def load(
 
 
 def _python_2_text(
-    encoding: str | None = None, errors: str = "strict", fix_imports: bool = True, **others: Any
+    encoding: str | None = None, errors: str = "strict", fix_imports: bool = True, **unknown: Any
 ) -> Callable[[bytes], Any]:
-    """What makes text of strings of Python 2 that are not UTF-8. fix_imports: always; it is pickle's, and so known."""
-    if others:
-        raise UsageError(f"load has no argument {listed(sorted(others))}", "", "Those of torch.load are known.")
+    """A decoder for strings of Python 2 that are not UTF-8. fix_imports: always done; known because pickle has it."""
+    if unknown:
+        raise UsageError(f"load has no argument {listed(sorted(unknown))}", "", "Those of torch.load are known.")
     if encoding is None:
         return bytes
     try:

@@ -39,11 +39,11 @@ def lora_convert(
     change = change_of("lora convert", out, options, adapter)
     if to not in SCHEMES:
         raise UsageError(f"unknown naming scheme {to!r}", f"Available: {', '.join(SCHEMES)}.")
-    checkpoint, found = open_adapter(adapter, config)
-    given: list[Any] = list(base) if isinstance(base, (list, tuple)) else [base]
-    bases = [one_state_dict(each.checkpoint, each.at)[0].node for each in map(open_whole, given)]
-    made, remarks = convert(found, SCHEMES[to], bases=bases)
-    count, old, new = len(found.products), found.scheme, SCHEMES[to]
-    facts = {"from": old, "to": new, "modules": count, "tensors": len(made.tree)}
+    checkpoint, parsed = open_adapter(adapter, config)
+    files: list[Any] = list(base) if isinstance(base, (list, tuple)) else [base]
+    bases = [one_state_dict(opened.checkpoint, opened.at)[0].node for opened in map(open_whole, files)]
+    converted, remarks = convert(parsed, SCHEMES[to], bases=bases)
+    count, old, new = len(parsed.products), parsed.scheme, SCHEMES[to]
+    facts = {"from": old, "to": new, "modules": count, "tensors": len(converted.tree)}
     summary = f"{counted(count, 'module')} renamed, {old} → {new}"
-    return write_adapter(change, checkpoint, made).about(summary, *remarks, notes=found.notes, **facts)
+    return write_adapter(change, checkpoint, converted).about(summary, *remarks, notes=parsed.notes, **facts)

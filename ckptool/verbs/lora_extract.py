@@ -39,20 +39,20 @@ def lora_extract(
     """
     change = change_of("lora extract", out, options, tuned, base)
     target = parse_dtype(dtype)
-    opened = open_whole(tuned), open_whole(base)
-    nodes = [one_state_dict(each.checkpoint, each.at)[0].node for each in opened]
-    for each, node in zip(opened, nodes, strict=True):
-        refuse_quantized(each.checkpoint, [node], "Compared")
-    names = printable(opened[0].name), printable(opened[1].name)
-    configs = [configuration(each.checkpoint) for each in opened]
+    models = open_whole(tuned), open_whole(base)
+    nodes = [one_state_dict(model.checkpoint, model.at)[0].node for model in models]
+    for model, node in zip(models, nodes, strict=True):
+        refuse_quantized(model.checkpoint, [node], "Compared")
+    names = printable(models[0].name), printable(models[1].name)
+    configs = [configuration(model.checkpoint) for model in models]
     config = configs[1] or configs[0]  # PEFT loads the adapter into the base
     # Modules in memory, into which PEFT loads an adapter, have no wrappers' prefixes.
     bare = [{without_wrappers(key) if type(key) is str else key: node[key] for key in node} for node in nodes]
-    nodes = [each if len(each) == len(node) else node for each, node in zip(bare, nodes, strict=True)]
+    nodes = [stripped if len(stripped) == len(node) else node for stripped, node in zip(bare, nodes, strict=True)]
     first, second = (in_memory(node, config, name) for node, name in zip(nodes, names, strict=True))
     second.refuse_unknown(names[1])
     chosen = several(only), several(exclude)
-    made, facts, clamped = extract(first.tree, second, names, rank, target, *chosen)
+    adapter, facts, clamped = extract(first.tree, second, names, rank, target, *chosen)
     ranks = list(facts["ranks"].values())
     span = f"{min(ranks):,}" if min(ranks) == max(ranks) else f"{min(ranks):,} to {max(ranks):,}"
     unchanged = counted(facts["unchanged"], "tensor")
@@ -61,7 +61,7 @@ def lora_extract(
         "smaller than the rank, and kept exactly": clamped,
         "tied in both, taken once": facts["tied"],
     }
-    saved = write_adapter(change, opened[0].checkpoint, made, inputs=[opened[1].checkpoint.source])
+    saved = write_adapter(change, models[0].checkpoint, adapter, inputs=[models[1].checkpoint.source])
     return saved.about(
         f"{counted(len(ranks), 'matrix', 'matrices')} in rank {span}, {unchanged} unchanged",
         *(f"{what}: {listed(names, 6)}" for what, names in details.items() if names),

@@ -54,18 +54,18 @@ def lora_merge(
     checkpoint = opened.checkpoint
     root, remark = one_state_dict(checkpoint, opened.at)
     refuse_quantized(checkpoint, [root.node], "Merged")
-    added, found = open_adapter(adapter, config)
-    if not changed_base and (notes := [note for note in found.notes if note.code == "changed-base"]):
+    adapter_checkpoint, parsed = open_adapter(adapter, config)
+    if not changed_base and (notes := [note for note in parsed.notes if note.code == "changed-base"]):
         why = "Merged into the original base, it gives wrong values, and the files do not say which one this is."
-        again = command("lora merge", opened.name, found.name, changed_base=True, out=OUT)
-        fix = f"If this is the changed base: {again}"
-        raise Unsupported(f"{found.name}: {notes[0].message}", f"{why} Nothing was written.", fix)
+        retry = command("lora merge", opened.name, parsed.name, changed_base=True, out=OUT)
+        fix = f"If this is the changed base: {retry}"
+        raise Unsupported(f"{parsed.name}: {notes[0].message}", f"{why} Nothing was written.", fix)
     # By the names that the tensors have in memory, else by the file's own.
     memory = in_memory(root.node, configuration(checkpoint), opened.name)
     is_ordered = not memory.groups and not checkpoint.tensors_only
 
     merge_into = partial(
-        AdapterMerge, adapter=found, base_name=opened.name, multiplier=scale, is_ordered=is_ordered, ties=memory.ties
+        AdapterMerge, adapter=parsed, base_name=opened.name, multiplier=scale, is_ordered=is_ordered, ties=memory.ties
     )
     try:
         merged = merge_into(memory.tree)
@@ -79,21 +79,21 @@ def lora_merge(
     else:
         tree = memory.on_disk(merged.tree, root.node)
     changed = weights_alone(checkpoint, tree, [(checkpoint.metadata, root.path)])
-    left = left_behind(checkpoint, around(checkpoint, root), tree, chosen=opened.at is not None)
-    inputs = [added.source] if added.source else []
-    trained_on = printable(found.base_model)
-    return change.write(together(checkpoint, [added]), changed, inputs=inputs).about(
-        f"{counted(merged.count, 'key')} of {found.name} merged into {counted(len(merged.computed), 'tensor')}",
+    leftovers = left_behind(checkpoint, around(checkpoint, root), tree, chosen=opened.at is not None)
+    inputs = [adapter_checkpoint.source] if adapter_checkpoint.source else []
+    trained_on = printable(parsed.base_model)
+    return change.write(together(checkpoint, [adapter_checkpoint]), changed, inputs=inputs).about(
+        f"{counted(merged.count, 'key')} of {parsed.name} merged into {counted(len(merged.computed), 'tensor')}",
         *([remark] if remark else []),
         *merged.places.moved(),
         Row.named("replaced", merged.replaced, "taken whole from the adapter:"),
         Row.named("added", merged.added, "new, from modules_to_save:"),
         Row("base_model", trained_on, [f"the adapter was trained on {trained_on[:200]}"] if trained_on else []),
-        *left.lines,
-        notes=found.notes,
-        adapter=found.name,
-        scheme=found.scheme,
+        *leftovers.lines,
+        notes=parsed.notes,
+        adapter=parsed.name,
+        scheme=parsed.scheme,
         keys=merged.count,
         changed=merged.computed,
-        **left.facts,
+        **leftovers.facts,
     )

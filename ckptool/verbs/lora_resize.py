@@ -25,20 +25,20 @@ def lora_resize(
     Raises `Unsupported` for LoHa and LoKr, `UsageError` for a rank that is none, or more than any module has.
     """
     change = change_of("lora resize", out, options, adapter)
-    checkpoint, found = open_adapter(adapter, config)
-    made, cut = resize(found, rank)
-    saved = write_adapter(change, checkpoint, made)
-    errors = {each.name: each.error for each in cut if each.error is not None}  # known once it is written
+    checkpoint, parsed = open_adapter(adapter, config)
+    resized, cut = resize(parsed, rank)
+    saved = write_adapter(change, checkpoint, resized)
+    errors = {product.name: product.error for product in cut if product.error is not None}  # known once it is written
     worst = [f"{name} {error:.2%}" for name, error in sorted(errors.items(), key=lambda error: -error[1])]
     remarks = []
-    if cut and (dora := sum(delta.magnitude is not None for delta in found.products)):
+    if cut and (dora := sum(delta.magnitude is not None for delta in parsed.products)):
         remarks = [f"the magnitudes of {counted(dora, 'module')} (DoRA) are as before: only directions lose something"]
-    ranks = listed([f"{each:,}" for each in sorted({each.rank for each in found.products})], 4)
+    ranks = listed([f"{old:,}" for old in sorted({product.rank for product in parsed.products})], 4)
     return saved.about(
-        f"{counted(len(found.products), 'module')} of rank {ranks} in rank {rank:,}",
+        f"{counted(len(parsed.products), 'module')} of rank {ranks} in rank {rank:,}",
         Row("rank", rank),
-        Row("modules", len(found.products)),
+        Row("modules", len(parsed.products)),
         Row("errors", errors, [f"cut off, of the norm of each product: {listed(worst, 4)}"] if worst else []),
         *remarks,
-        notes=found.notes,
+        notes=parsed.notes,
     )

@@ -19,8 +19,8 @@ _WORDS = "The configuration to prove, or a command of your own, in which {run} s
 
 
 def _words(words: Annotated[Sequence[str], argument("run.yaml | -- COMMAND", _WORDS, several=True)]) -> dict[str, Any]:
-    own = len(words) > 1 or "{run}" in words[0] or words[0].endswith(".py")
-    return {"config": None if own else words[0], "command": words if own else ()}
+    is_command = len(words) > 1 or "{run}" in words[0] or words[0].endswith(".py")
+    return {"config": None if is_command else words[0], "command": words if is_command else ()}
 
 
 @verb(

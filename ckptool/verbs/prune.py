@@ -40,11 +40,11 @@ class Pruned(Report):
     dry_run: bool
 
     def told(self) -> Told:
-        verb, gone = ("would delete", "would go") if self.dry_run else ("deleted", "deleted")
-        freed = size(sum(each.bytes for each in self.deleted))
+        verb, outcome = ("would delete", "would go") if self.dry_run else ("deleted", "deleted")
+        freed = size(sum(checkpoint.bytes for checkpoint in self.deleted))
         yield bold(self.run), f": {verb} {counted(len(self.deleted), 'checkpoint')}, {freed}"
-        steps = [(each.step, gone) for each in self.deleted]
-        steps += [(each.step, f"kept: {', '.join(each.why)}") for each in self.kept]
+        steps = [(checkpoint.step, outcome) for checkpoint in self.deleted]
+        steps += [(checkpoint.step, f"kept: {', '.join(checkpoint.why)}") for checkpoint in self.kept]
         yield Table([(f"step {step:,}", fate) for step, fate in sorted(steps)])
 
 
@@ -69,5 +69,5 @@ def prune(
         if not dry_run:
             for saved in unwanted:
                 opened.remove(saved)
-            opened.note("prune", steps=[each.step for each in deleted])
+            opened.note("prune", steps=[checkpoint.step for checkpoint in deleted])
     return Pruned(os.fspath(run), deleted, tuple(Kept(step, tuple(why)) for step, why in reasons.items()), dry_run)

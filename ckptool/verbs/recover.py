@@ -67,17 +67,17 @@ class Recovery(Report):
                 verdict = "everything was recovered"
             yield bold(self.file), ": ", green(verdict), f", {tensors}"
         else:
-            rest = self.tensors - self.back - len(self.lost) if self.dropped else 0
-            along = f", {rest:,} dropped with them" if rest else ""
-            told = f"{self.back:,} of {counted(self.tensors, 'tensor')} recovered, {len(self.lost):,} lost{along}"
-            yield bold(self.file), ": ", yellow("incomplete"), f", {told} ({records})"
+            also_dropped = self.tensors - self.back - len(self.lost) if self.dropped else 0
+            along = f", {also_dropped:,} dropped with them" if also_dropped else ""
+            summary = f"{self.back:,} of {counted(self.tensors, 'tensor')} recovered, {len(self.lost):,} lost{along}"
+            yield bold(self.file), ": ", yellow("incomplete"), f", {summary} ({records})"
         yield f"  found: {self.damage}" if self.damage else None
         yield f"  {self.how}" if self.how else None
         yield "  no checksums stored: changed bytes cannot be noticed" if not self.proven else None
         if self.complete:
-            missing = [(each.name, size(each.nbytes), each.why) for each in self.lost_records]
+            missing = [(record.name, size(record.nbytes), record.why) for record in self.lost_records]
         else:
-            missing = [(each.address or WHOLE, size(each.nbytes), each.why) for each in self.lost]
+            missing = [(tensor.address or WHOLE, size(tensor.nbytes), tensor.why) for tensor in self.lost]
         yield Table(missing, f"lost ({len(missing):,})", right=(1,), limit=SHOWN)
         if self.dropped:
             names = listed(self.dropped, SHOWN)
@@ -114,20 +114,20 @@ def recover(
         why = "More may yet be recovered from it; it was left as it is."
         raise Conflict(f"{target} is the damaged file itself", why, f"Choose another name: {arg(out=OUT)}")
     check_target(target, overwrite=overwrite)
-    done, damage = _salvaged(source)
-    found, lost, dropped = done.restored()
-    original = done.checkpoint.container
+    salvaged, damage = _salvaged(source)
+    restored, lost, dropped = salvaged.restored()
+    original = salvaged.checkpoint.container
     container = formats.for_output(target, original)
     if container.tensors_only:
-        values = found.tree.items() if isinstance(found.tree, dict) else ()
-        refuse_placeholders(replace(found, part=as_part(found)), values)
+        values = restored.tree.items() if isinstance(restored.tree, dict) else ()
+        refuse_placeholders(replace(restored, part=as_part(restored)), values)
     formats.refuse_name(target, container, original, str(source))
-    if done.prefix is not None and original == container.name and isinstance(source, Source):
-        plan = Plan({"": [FileRange(source, 0, done.prefix)]})  # good as it is, up to there
+    if salvaged.prefix is not None and original == container.name and isinstance(source, Source):
+        plan = Plan({"": [FileRange(source, 0, salvaged.prefix)]})  # good as it is, up to there
     else:
         try:  # without its source: no other verb takes that, to drop what would run
             with no_collection():
-                plan = container.write(replace(found, source=None), keep_unknown=keep_unknown)
+                plan = container.write(replace(restored, source=None), keep_unknown=keep_unknown)
         except CkptoolError as error:
             raise error.within(source.path) from None
     notes: tuple[Note, ...] = ()
@@ -135,15 +135,15 @@ def recover(
         notes = replace_file(plan, target, overwrite=overwrite, inputs=[source], progress=progress)
     return Recovery(
         damage=damage.what if damage is not None else "",
-        tensors=sum(1 for _ in tensors(done.checkpoint.tree)),
-        back=sum(1 for _ in tensors(found.tree)),
+        tensors=sum(1 for _ in tensors(salvaged.checkpoint.tree)),
+        back=sum(1 for _ in tensors(restored.tree)),
         lost=tuple(lost),
         dropped=tuple(dropped),
-        how=done.how,
-        records=done.records,
-        whole=done.whole,
-        lost_records=done.lost_records,
-        proven=done.proven,
+        how=salvaged.how,
+        records=salvaged.records,
+        whole=salvaged.whole,
+        lost_records=salvaged.lost_records,
+        proven=salvaged.proven,
         file=source.path,
         output=target,
         container=container.name,
@@ -154,7 +154,7 @@ def recover(
 
 
 def _salvaged(source: Input) -> tuple[Salvaged, CkptoolError | None]:
-    """The contents of a file, and what is wrong with it."""
+    """The salvaged contents of a file, and the error that opening it raises."""
     damage: CkptoolError | None = None
     try:
         formats.read_source(source)
@@ -167,6 +167,6 @@ def _salvaged(source: Input) -> tuple[Salvaged, CkptoolError | None]:
 
 def all_of(file: CheckpointLike) -> Checkpoint | None:
     """The checkpoint in a damaged file; None where a part of it is lost."""
-    done, _ = _salvaged(open_source(file)[0])
-    found, lost, _ = done.restored()
-    return replace(found, source=None) if not lost else None
+    salvaged, _ = _salvaged(open_source(file)[0])
+    restored, lost, _ = salvaged.restored()
+    return replace(restored, source=None) if not lost else None

@@ -164,24 +164,24 @@ def report(
     """
     from ckptool.verbs._diagnosis import of_opened, of_unopened  # what only the work needs, and not the help
 
-    given = file
+    named_file = file
     if run is None and isinstance(file, (str, os.PathLike)) and is_run(file):
         run = file
-    about: RunReport | None = None
+    run_facts: RunReport | None = None
     if run is not None:
         from ckptool.training.run_folder import inspect_run
 
-        about = inspect_run(run)
-    if about is not None and file is run:
-        newest = next((one.path for one in about.checkpoints if one.step == about.resumes), None)
+        run_facts = inspect_run(run)
+    if run_facts is not None and file is run:
+        newest = next((saved.path for saved in run_facts.checkpoints if saved.step == run_facts.resumes), None)
         if newest is None:
-            what = f"{about.path} has no checkpoint that is whole"
-            raise UsageError(what, "A run is shown with its newest one.", f"Look: {command('inspect', about.path)}")
+            what = f"{run_facts.path} has no checkpoint that is whole"
+            raise UsageError(what, "A run is shown with its newest one.", f"Look: {command('inspect', run_facts.path)}")
         file = newest
     target = find_target(against).as_it_loads if against is not None else None
     if out is not None:
         page = os.fspath(out)
-        for source in (given, other, run, against):  # a page never replaces what it is about
+        for source in (named_file, other, run, against):  # a page never replaces what it is about
             path = split(source)[0] if isinstance(source, (str, os.PathLike)) else ""
             for place in (path, path.rpartition(":")[0]):  # a model's code is file.py:factory
                 if place and os.path.exists(place) and os.path.exists(page) and os.path.samefile(place, page):
@@ -192,56 +192,56 @@ def report(
             raise Conflict(what, "A page replaces only pages (.html). It was left as it is.", "Choose another name.")
         check_text(page, overwrite=overwrite)
     files = list[Opened | FileReport]()  # opened; or the diagnosis of one that cannot be
-    for each in [file] if other is None else [file, other]:
+    for file_like in [file] if other is None else [file, other]:
         try:
-            opening = open_file(each)
+            opening = open_file(file_like)
         except UsageError:
             raise
         except CkptoolError as problem:
-            path = shown(each) if isinstance(each, (str, os.PathLike)) else ""
+            path = shown(file_like) if isinstance(file_like, (str, os.PathLike)) else ""
             files.append(FileReport(None, of_unopened(problem, path), {}, Health(0, 0, {}, (), ())))
             continue
         _ = opening.taken  # nothing may be at the address
         files.append(opening)
-    opened = [each for each in files if isinstance(each, Opened)]
-    with unchanged(*(each.checkpoint.source for each in opened)):
+    opened = [entry for entry in files if isinstance(entry, Opened)]
+    with unchanged(*(entry.checkpoint.source for entry in opened)):
         diff, compared = None, tuple[Checkpoint, ...]()
         if len(opened) == 2:  # a part by the name that it was given, as that depends on it
             pairs = zip(opened, (file, other), strict=True)
-            both: Any = [one.checkpoint if one.at is None else named for one, named in pairs]
-            diff, compared = diff_of_parts(*both)
+            sides: Any = [entry.checkpoint if entry.at is None else named for entry, named in pairs]
+            diff, compared = diff_of_parts(*sides)
             with suppress(Conflict):  # a name is there with the prefix and without it
                 if diff.differs_by_prefix():
-                    diff, compared = diff_of_parts(*both, ignore="prefix")
-        found = CheckpointReport(
-            tuple(each if isinstance(each, FileReport) else _file_report(each, len(files)) for each in files),
+                    diff, compared = diff_of_parts(*sides, ignore="prefix")
+        result = CheckpointReport(
+            tuple(entry if isinstance(entry, FileReport) else _file_report(entry, len(files)) for entry in files),
             diff,
             of_opened(files[0], target) if target is not None and isinstance(files[0], Opened) else None,
-            about,
-            history_of(about.path) if about is not None else None,
-            _norms(about) if about is not None else None,
+            run_facts,
+            history_of(run_facts.path) if run_facts is not None else None,
+            _norms(run_facts) if run_facts is not None else None,
             compared=compared,
         )
     if out is None:
-        return found
-    content = found.html().encode("utf-8", "backslashreplace")
+        return result
+    content = result.html().encode("utf-8", "backslashreplace")
     notes = replace_file(content, os.fspath(out), overwrite=overwrite)
-    return replace(found, out=os.fspath(out), bytes=len(content), notes=notes)
+    return replace(result, out=os.fspath(out), bytes=len(content), notes=notes)
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
 def _file_report(opened: Opened, files: int) -> FileReport:
-    """What is in a file. Reads every tensor once; those that are one view of the data together.
-    files: on the page; the pictures of all of them have to fit."""
+    """The report on one file. Reads every tensor once, and tensors that are the same view of data together.
+    files: how many are on the page; the pictures of all of them have to fit."""
     from ckptool.verbs._diagnosis import of_opened
 
-    found = listing(opened.checkpoint, opened.at or "")
+    contents = listing(opened.checkpoint, opened.at or "")
     values: dict[str, Values] = {}
     skipped: dict[str, str] = {}
     views: dict[tuple[object, ...], tuple[TensorEntry, list[str]]] = {}
-    for row in found.tensors:
+    for row in contents.tensors:
         entry = row.tensor
         if isinstance(entry, Composite):
             skipped[row.address] = entry.kind
@@ -255,17 +255,17 @@ def _file_report(opened: Opened, files: int) -> FileReport:
     largest = nlargest(MOST_THUMBNAILS, (entry.numel for entry, _ in views.values()))
     room = len(largest)
     for entry, places in over(views.values(), lambda pair: pair[0].nbytes):
-        shown = room > 0 and entry.numel >= largest[-1]
-        room -= shown
+        has_thumbnail = room > 0 and entry.numel >= largest[-1]
+        room -= has_thumbnail
         try:
-            values |= dict.fromkeys(places, values_of(entry, side if shown else 0, sample))
+            values |= dict.fromkeys(places, values_of(entry, side if has_thumbnail else 0, sample))
         except FileProblem:
             raise
         except CkptoolError as problem:
             skipped |= dict.fromkeys(places, problem.what)
-    inspection = with_statistics(found, {place: one.numbers for place, one in values.items()}, opened.path)
-    pictures = {place: one.picture for place, one in values.items()}
-    return FileReport(inspection, of_opened(opened, None, found), pictures, health(found, values, skipped))
+    inspection = with_statistics(contents, {place: value.numbers for place, value in values.items()}, opened.path)
+    pictures = {place: value.picture for place, value in values.items()}
+    return FileReport(inspection, of_opened(opened, None, contents), pictures, health(contents, values, skipped))
 
 
 def health(listing: Listing, values: Mapping[str, Values], skipped: dict[str, str]) -> Health:
@@ -277,22 +277,22 @@ def health(listing: Listing, values: Mapping[str, Values], skipped: dict[str, st
         place, tensor = row.address, row.tensor
         if place not in values:
             continue
-        found, dead = values[place].numbers, values[place].zero_rows or 0
-        said = {"nan": _share(found.nans, found.count), "inf": _share(found.infs, found.count)}
-        wide = sum(size > 1 for size in tensor.shape or ()) > 1 and tensor.dtype and tensor.dtype.kind in _FLOATS
-        named = row.path and "weight" in str(row.path[-1]).rpartition(".")[2]
-        if wide and named and any(row.path[: len(path)] == path for path in models):
+        stats, zero_rows = values[place].numbers, values[place].zero_rows or 0
+        texts = {"nan": _share(stats.nans, stats.count), "inf": _share(stats.infs, stats.count)}
+        is_matrix = sum(size > 1 for size in tensor.shape or ()) > 1 and tensor.dtype and tensor.dtype.kind in _FLOATS
+        is_weight = row.path and "weight" in str(row.path[-1]).rpartition(".")[2]
+        if is_matrix and is_weight and any(row.path[: len(path)] == path for path in models):
             rows = (tensor.shape or (0,))[0]
-            if found.zeros == found.count:
-                said["all-zero"] = "" if re.search(r"lora_(B|up)\b", place) else _share(found.zeros, found.count)
-            elif found.min == found.max and not (found.nans or found.infs):
-                said["constant"] = f"all values are {found.min:.6g}"
-            if 1 < dead < rows:
-                said["dead-rows"] = _share(dead, rows, "row")
-            if found.norm is not None:
+            if stats.zeros == stats.count:
+                texts["all-zero"] = "" if re.search(r"lora_(B|up)\b", place) else _share(stats.zeros, stats.count)
+            elif stats.min == stats.max and not (stats.nans or stats.infs):
+                texts["constant"] = f"all values are {stats.min:.6g}"
+            if 1 < zero_rows < rows:
+                texts["dead-rows"] = _share(zero_rows, rows, "row")
+            if stats.norm is not None:
                 pattern = re.sub(r"(?<![^./])\d+(?![^./])", "#", place)
-                siblings.setdefault((pattern, tensor.shape), {})[place] = found.norm
-        for kind, text in said.items():
+                siblings.setdefault((pattern, tensor.shape), {})[place] = stats.norm
+        for kind, text in texts.items():
             details[kind] |= {place: text} if text else {}
     for norms in siblings.values():
         middle = median(norms.values())
@@ -312,44 +312,44 @@ def _share(count: int, total: int, word: str = "value") -> str:
 # A run ----------------------------------------------------------------------------------------------------------------
 
 
-def _norms(about: RunReport) -> NormsOverTime:
-    """The layers of a run at its checkpoints, of which some are left out where there are very many."""
-    unread = {one.step: one.problem for one in about.checkpoints if one.state != GOOD}
-    good = [one for one in about.checkpoints if one.state == GOOD]
+def _norms(run_facts: RunReport) -> NormsOverTime:
+    """The norms of a run's layers at its checkpoints; where there are very many, some are left out."""
+    unread = {saved.step: saved.problem for saved in run_facts.checkpoints if saved.state != GOOD}
+    good = [saved for saved in run_facts.checkpoints if saved.state == GOOD]
     files: dict[int, Weights] = {}
-    most = MOST_STEPS
-    for number, one in enumerate(good):
-        last = min(most, len(good)) - 1
+    limit = MOST_STEPS
+    for number, saved in enumerate(good):
+        last = min(limit, len(good)) - 1
         if number not in {count * (len(good) - 1) // (last or 1) for count in range(last + 1)}:
-            unread[one.step] = f"left out: {last + 1:,} of {len(good):,} are read"
+            unread[saved.step] = f"left out: {last + 1:,} of {len(good):,} are read"
             continue
         try:
-            weights = weights_of(open_file(one.path).checkpoint)
+            weights = weights_of(open_file(saved.path).checkpoint)
         except CkptoolError as problem:
-            unread[one.step] = problem.what
+            unread[saved.step] = problem.what
             continue
         first = next(iter(files.values()), weights)
-        files[one.step] = {key: entry for key, entry in weights.items() if key in first}
-        most = min(most, max(2, MOST_NAMES // max(len(first), 1)))
+        files[saved.step] = {key: entry for key, entry in weights.items() if key in first}
+        limit = min(limit, max(2, MOST_NAMES // max(len(first), 1)))
     return norms_over_time(files, unread)
 
 
 def weights_of(checkpoint: Checkpoint) -> Weights:
-    """The tensors of the models in a checkpoint, by names that do not depend on wrappers, nor on where the only model
-    is; all tensors of one without a model."""
+    """The tensors of the models in a checkpoint, by names that depend neither on wrappers nor on where the only model
+    is; all tensors where there is no model."""
     models = [root for root in find_state_dicts(checkpoint) if root.is_model]
-    found: Weights = {}
+    weights: Weights = {}
     for root in models:
         base = f"{root.address}/" if len(models) > 1 else ""
         for key, value in root.node.items():
             if isinstance(key, str) and isinstance(value, TensorEntry):
-                found.setdefault(base + without_wrappers(key), value)
+                weights.setdefault(base + without_wrappers(key), value)
     everything = () if models else tensors(checkpoint.tree)
-    return found | {"/".join(map(str, path)): one for path, one in everything if isinstance(one, TensorEntry)}
+    return weights | {"/".join(map(str, path)): value for path, value in everything if isinstance(value, TensorEntry)}
 
 
 def norms_over_time(files: Mapping[int, Weights], unread: Mapping[int, str]) -> NormsOverTime:
-    """The norms of the layers that all checkpoints have, by steps. One that cannot be read is left out, and why."""
+    """The norms of the layers that all checkpoints have, by step. One that cannot be read is left out, with why."""
     import numpy
 
     squares: dict[str, Array] = {}
@@ -358,23 +358,23 @@ def norms_over_time(files: Mapping[int, Weights], unread: Mapping[int, str]) -> 
     for key, first in over(weights.items(), lambda pair: pair[1].nbytes * len(files)):
         layer, _, name = key.rpartition(".")
         entries = [weights[key] for weights in files.values() if key in weights]
-        alike = [  # as values are read beside those of the first checkpoint: floats, in the same shape
-            each.shape == first.shape and has_numbers(each.dtype) and 0 < each.nbytes <= each.storage.nbytes
-            for each in entries
-            if each.dtype.kind != "complex"
+        comparable = [  # as values are read beside those of the first checkpoint: floats, in the same shape
+            entry.shape == first.shape and has_numbers(entry.dtype) and 0 < entry.nbytes <= entry.storage.nbytes
+            for entry in entries
+            if entry.dtype.kind != "complex"
         ]
-        if first.dtype.kind != "float" or name.startswith("running_") or sum(alike) < len(files):
+        if first.dtype.kind != "float" or name.startswith("running_") or sum(comparable) < len(files):
             continue
-        here = squares.setdefault(layer, numpy.zeros(len(files)))
+        totals = squares.setdefault(layer, numpy.zeros(len(files)))
         moved = moves.setdefault(layer, numpy.zeros(len(files) - 1))
 
-        def add(_: int, *blocks: Array, entries: Any = entries, here: Array = here, moved: Array = moved) -> None:
+        def add(_: int, *blocks: Array, entries: Any = entries, totals: Array = totals, moved: Array = moved) -> None:
             pairs = zip(blocks, entries, strict=True)
-            values = numpy.stack([numbers(raw, each.dtype) for raw, each in pairs], dtype="d", casting="unsafe")
+            values = numpy.stack([numbers(raw, entry.dtype) for raw, entry in pairs], dtype="d", casting="unsafe")
             numpy.nan_to_num(values, copy=False, nan=0, posinf=0, neginf=0)
-            here += numpy.einsum("ij,ij->i", values, values)
-            apart = numpy.diff(values, axis=0)
-            moved += numpy.einsum("ij,ij->i", apart, apart)
+            totals += numpy.einsum("ij,ij->i", values, values)
+            deltas = numpy.diff(values, axis=0)
+            moved += numpy.einsum("ij,ij->i", deltas, deltas)
 
         try:
             fold(add, *entries)
@@ -383,10 +383,10 @@ def norms_over_time(files: Mapping[int, Weights], unread: Mapping[int, str]) -> 
                 try:
                     fold(lambda *_: None, entry)
                 except CkptoolError as problem:
-                    others = {other: weights for other, weights in files.items() if other != step}
-                    return norms_over_time(others, {**unread, step: problem.what})
+                    remaining = {other: weights for other, weights in files.items() if other != step}
+                    return norms_over_time(remaining, {**unread, step: problem.what})
             raise
-    norms = {layer: tuple(map(sqrt, found.tolist())) for layer, found in squares.items()}
+    norms = {layer: tuple(map(sqrt, row.tolist())) for layer, row in squares.items()}
     shares = {
         layer: tuple(sqrt(move) / norm if norm else 0.0 for move, norm in zip(row.tolist(), norms[layer], strict=False))
         for layer, row in moves.items()

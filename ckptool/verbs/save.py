@@ -40,10 +40,10 @@ def save(
         from tempfile import TemporaryDirectory
 
         with TemporaryDirectory(prefix="ckptool-") as folder:
-            whole, file = os.path.join(folder, "checkpoint"), cast(Any, path)
-            save(tree, whole, container=container or formats.DEFAULT, keep_unknown=keep_unknown)
+            temporary, file = os.path.join(folder, "checkpoint"), cast(Any, path)
+            save(tree, temporary, container=container or formats.DEFAULT, keep_unknown=keep_unknown)
             try:
-                with open(whole, "rb") as content:
+                with open(temporary, "rb") as content:
                     copyfileobj(content, file, 1 << 20)
             except (IsADirectoryError, TypeError, ValueError) as error:
                 what = f"<{type(file).__name__}> does not take the bytes of a file"
@@ -55,10 +55,10 @@ def save(
     formats.refuse_name(out, target, asked=bool(container))
     if not target.writes_folder:
         check_target(out, overwrite=overwrite)
-    made = checkpoint_of(tree, arrays_as_tensors=target.tensors_only, keep_unknown=keep_unknown)
+    checkpoint = checkpoint_of(tree, arrays_as_tensors=target.tensors_only, keep_unknown=keep_unknown)
     with no_collection():
-        plan = target.write(made, keep_unknown=keep_unknown)
-    ranges = [each.data for each in storages(made.tree) if isinstance(each.data, FileRange)]
+        plan = target.write(checkpoint, keep_unknown=keep_unknown)
+    ranges = [storage.data for storage in storages(checkpoint.tree) if isinstance(storage.data, FileRange)]
     change.put(plan, out, list({id(data.file): data.file for data in ranges}.values()))
 
 
@@ -80,5 +80,5 @@ def save_for_cpu(model: Module, path: str | os.PathLike[str], *, overwrite: bool
 
     state: Any = unwrapped(model, averages=True).state_dict()
     tree = map_storages(from_torch(state), lambda storage: replace(storage, location="cpu"))
-    whole = Checkpoint(tree, formats.LIVE)
-    save(apply(whole, [StateDict((), tree, WEIGHTS)], without_inner).checkpoint, path, overwrite=overwrite)
+    checkpoint = Checkpoint(tree, formats.LIVE)
+    save(apply(checkpoint, [StateDict((), tree, WEIGHTS)], without_inner).checkpoint, path, overwrite=overwrite)

@@ -85,7 +85,7 @@ class Shown(Report):
                 first = command("show", f"{self.file}#{outline.tensors[0].address}")
                 yield f"every entry: {arg(all=True)}; values: {first}"
             else:
-                yield from _lines_of(self.entry, LINES, alike=ALIKE) if is_long else lines
+                yield from _lines_of(self.entry, LINES, sibling_limit=ALIKE) if is_long else lines
             return
         part = f"[{self.slice}]" if self.slice else ""
         yield bold(self.address or self.file), f"{part}: {tensor_text(self.tensor)}, {size(self.tensor.nbytes)}"
@@ -94,9 +94,9 @@ class Shown(Report):
         yield f"… stands for values that were not read; {arg(all=True)} reads them" if self.truncated else None
 
 
-def _lines_of(value: Any, limit: int | None, alike: int | None = None) -> Iterator[str]:
-    """A plain value, with everything below it; unless everything is wanted, as many lines, and only the size of a text
-    of many lines.  alike: of more siblings that have tensors, as an optimizer has for its parameters, so many."""
+def _lines_of(value: Any, limit: int | None, sibling_limit: int | None = None) -> Iterator[str]:
+    """A plain value, with everything below it; with a limit, that many lines, and of a text of many lines its size.
+    sibling_limit: how many siblings with tensors are shown, such as an optimizer's states of its parameters."""
     from ckptool.pickles.plain import plain
 
     value = plain(value)
@@ -106,11 +106,11 @@ def _lines_of(value: Any, limit: int | None, alike: int | None = None) -> Iterat
     if not isinstance(value, (dict, list, tuple, Set, Object)) or not value:
         yield value_text(value, None)
         if isinstance(value, Array) and (items := value.values(limit)) is not None:
-            left = value.size - len(items)
-            yield ", ".join(value_text(item, None) for item in items) + (f" and {left:,} more" if left else "")
+            hidden = value.size - len(items)
+            yield ", ".join(value_text(item, None) for item in items) + (f" and {hidden:,} more" if hidden else "")
         return
-    flat: Path | None = None  # where what stands in one line is, or is left out
-    count, lengths, seen = 0, dict[int, int](), Counter[Path]()
+    flat: Path | None = None  # the place of what is written in one line, or left out
+    count, lengths, counts = 0, dict[int, int](), Counter[Path]()
     for path, node in walk(value):
         if flat is not None and path[: len(flat)] == flat:
             continue
@@ -121,17 +121,17 @@ def _lines_of(value: Any, limit: int | None, alike: int | None = None) -> Iterat
         lengths[len(path)] = len(node) if isinstance(node, (dict, list, tuple)) else 0
         if not path:
             continue
-        if alike and any(isinstance(each, TensorEntry) for _, each in children(node)):
+        if sibling_limit and any(isinstance(child, TensorEntry) for _, child in children(node)):
             flat = path[:-1]
-            seen[flat] += 1
-            if seen[flat] > alike:
-                yield f"{'  ' * len(flat)}… {lengths[len(flat)] - alike:,} more ({arg(all=True)})"
+            counts[flat] += 1
+            if counts[flat] > sibling_limit:
+                yield f"{'  ' * len(flat)}… {lengths[len(flat)] - sibling_limit:,} more ({arg(all=True)})"
                 continue
-        is_short = isinstance(node, (list, tuple)) and (len(node) <= FEWEST or alike)
-        flat = path if is_short and all(isinstance(each, (str, int, float, type(None))) for each in node) else None
+        is_short = isinstance(node, (list, tuple)) and (len(node) <= FEWEST or sibling_limit)
+        flat = path if is_short and all(isinstance(item, (str, int, float, type(None))) for item in node) else None
         label = "  " * (len(path) - 1) + (segment_text(path[-1]) or "''")
         if flat is not None and len(node) > FEWEST:
-            yield f"{label}: {listed([value_text(each, 40) for each in node], FEWEST)}"
+            yield f"{label}: {listed([value_text(item, 40) for item in node], FEWEST)}"
         elif isinstance(node, (dict, list, tuple)) and node and flat is None:
             yield f"{label}:"
         elif isinstance(node, str) and limit is not None and node.count("\n") > 3:
@@ -168,8 +168,8 @@ def show(
         if slice is not None:
             kind = "a composite tensor" if isinstance(node, Composite) else f"of type {type(node).__name__}"
             raise UsageError(f"{address(path) or 'the whole file'} cannot be sliced: it is {kind}")
-        whole = None if name in extras else opened.checkpoint
-        return Shown(opened.name, address(path), node, whole=whole)
+        checkpoint = None if name in extras else opened.checkpoint
+        return Shown(opened.name, address(path), node, whole=checkpoint)
     view = node
     if slice is not None:  # dimensions that are missing at the end are whole; nothing is read
         parts, dimensions = slice.split(","), len(node.shape)

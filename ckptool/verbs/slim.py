@@ -32,14 +32,14 @@ def slim(
         why = "In place, the dropped bytes would stay in the file."
         raise UsageError("slim writes a new file", why, f"For example: {arg(out='small.pt')}")
     change = begin_change("slim", file, out, at, options)
-    whole, others = change.part.tree, frozenset(map(id, storages(change.outside)))
-    lean, dropped = (whole, ()) if keep_optimizer else without_optimizers(whole, change.part.base)
+    before, outside = change.part.tree, frozenset(map(id, storages(change.outside)))
+    lean, dropped = (before, ()) if keep_optimizer else without_optimizers(before, change.part.base)
     # Every storage is cut down to what its tensors show; views that overlap go on sharing.
-    moved = [*filter(None, map(cut_down, plain_views(lean, others).values()))]
+    moved = [*filter(None, map(cut_down, plain_views(lean, outside).values()))]
     smaller = {old: entry for group in moved for old, entry in group.items()}
     dense = rebuild(lean, lambda node: smaller.get(id(node), node)) if moved else lean
-    tree, twins, twin_bytes = tied_storages(replace(change.part, tree=dense), others) if dedup else (dense, 0, 0)
-    sizes = [sum(each.nbytes for each in storages(some) if id(each) not in others) for some in (whole, lean, dense)]
+    tree, twins, twin_bytes = tied_storages(replace(change.part, tree=dense), outside) if dedup else (dense, 0, 0)
+    sizes = [sum(item.nbytes for item in storages(tree) if id(item) not in outside) for tree in (before, lean, dense)]
     optimizer_bytes, waste_bytes = sizes[0] - sizes[1], sizes[1] - sizes[2]
     unused = any(note.code in ("unused-record", "superseded-pickle") for note in change.part.notes)
     written = change.save(replace(change.part, tree=tree), changes=bool(dropped or moved or twins or unused))
@@ -54,14 +54,14 @@ def slim(
     if saved > 0:
         summary = f"{size(saved)} smaller, {without}"
     else:  # a new container has tables and alignment of its own
-        room = "no smaller" if not saved else f"{size(-saved)} larger"
-        summary = f"{without}, but {room}: {written.container} needs more for its own tables and alignment"
-    tied = f"{counted(twins, 'storage is', 'storages are')} one with an equal one of the same weights now: "
-    tied += "training one trains the other"
+        how = "no smaller" if not saved else f"{size(-saved)} larger"
+        summary = f"{without}, but {how}: {written.container} needs more for its own tables and alignment"
+    message = f"{counted(twins, 'storage is', 'storages are')} one with an equal one of the same weights now: "
+    message += "training one trains the other"
     return written.about(
         summary if any(parts) else "nothing to drop",
         Row.named("dropped", dropped, "dropped"),
-        notes=[Note("new-ties", tied)] if twins else [],
+        notes=[Note("new-ties", message)] if twins else [],
         saved_bytes=saved,
         optimizer_bytes=optimizer_bytes,
         waste_bytes=waste_bytes,

@@ -38,9 +38,9 @@ class Spec(Report):
 
     def told(self) -> Told:
         unique = self.target.unique
-        numbers = [(kind, sum(each.kind == kind for each in unique)) for kind in (PARAMETER, BUFFER)]
+        numbers = [(kind, sum(tensor.kind == kind for tensor in unique)) for kind in (PARAMETER, BUFFER)]
         facts = [counted(len(self.tensors), "name"), *(counted(number, kind) for kind, number in numbers if number)]
-        facts += [counted(sum(each.numel for each in unique), "value", shown=short)]
+        facts += [counted(sum(tensor.numel for tensor in unique), "value", shown=short)]
         facts += [counted(len(self.ties), "tied tensor")] if self.ties else []
         yield bold(self.target.name), f": {', '.join(facts)}"
         yield from (("  ", dim(remark)) for remark in self.target.remarks)
@@ -70,11 +70,11 @@ def spec(
     """
     from ckptool.render.json import dumps
 
-    found = Spec(find_target(target, at, part=part), os.fspath(out) if out is not None else "", dry_run)
-    for each in found.tensors:
-        if each.dtype is None or each.shape is None:
-            raise Unsupported(f"{each.name} has no dtype and shape to record", "Only torch knows this kind of tensor.")
-    facts = found.to_dict()
+    record = Spec(find_target(target, at, part=part), os.fspath(out) if out is not None else "", dry_run)
+    for entry in record.tensors:
+        if entry.dtype is None or entry.shape is None:
+            raise Unsupported(f"{entry.name} has no dtype and shape to record", "Only torch knows this kind of tensor.")
+    facts = record.to_dict()
     lines = [f'{{"schema": {dumps(facts["schema"])},', f' "kinds": {dumps(facts["kinds"])},']
     for key, end in (("tensors", ","), ("ties", "}")):  # a line for each, so that two specs can be compared
         rows = ",\n".join(f"  {dumps(row)}" for row in facts[key])
@@ -83,4 +83,4 @@ def spec(
         check_text(out, overwrite=overwrite)
     if out is not None and not dry_run:
         replace_file(("\n".join(lines) + "\n").encode(), out, overwrite=overwrite)
-    return found
+    return record

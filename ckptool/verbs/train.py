@@ -63,4 +63,4 @@ def train(
     from ckptool.training.trainer import start
 
     set = several(set)
-    return start(read(config, set), resume=resume, asked=set, progress=progress, say=say)
+    return start(read(config, set), resume=resume, assignments=set, progress=progress, say=say)

@@ -88,24 +88,24 @@ def translate(
     texts = several(rules)
     if rules_file is None and len(texts) == 1 and "=>" not in texts[0]:
         rules_file = texts.pop()  # as the option of the command is called
-    own = [rule for text in texts for rule in parse_rules(text)]
+    extra = [rule for text in texts for rule in parse_rules(text)]
     layout = None if rules_file is None else layout_or_file(rules_file)
     translation = layout.translation if layout else Translation(())
-    translation = replace(translation, rules=(*own, *translation.rules), complete=translation.complete and not own)
+    translation = replace(translation, rules=(*extra, *translation.rules), complete=translation.complete and not extra)
     if not (translation.rules or translation.joins):
         fix = f"For example: {command('translate', FILE, '*.qkv.{p} => *.{q,k,v}.{p} : split 0', out=OUT)}; "
         fix += f"or {arg(rules_file=Slot('LAYOUT'))}"
         raise UsageError("translate was given no rule", "A rule is OLD => NEW : OPERATION.", fix)
-    given = set if isinstance(set, dict) else dict(map(parse_setting, several(set)))
+    settings = set if isinstance(set, dict) else dict(map(parse_setting, several(set)))
 
     def opening(file: CheckpointLike, at: str | None) -> Opened:
         if not translation.joins or reverse or not isinstance(file, (str, os.PathLike)):
             return changeable(open_file(file, at))
-        return open_joined(file, translation, at, given=given, like=like)
+        return open_joined(file, translation, at, given=settings, like=like)
 
     change = begin_change("translate", file, out, at, options, opening)
     roots = model_state_dicts(change.part, named=change.named)
-    there = translation
+    forward = translation
     config = configuration(change.part) or configuration(change.original, like)
     if layout is not None:
         layout = replace(layout, translation=translation)
@@ -116,77 +116,77 @@ def translate(
         translation, reverse = layout.rules_for(*sides), layout.sides()[sides.pop()][1]
     elif reverse:
         translation = translation.reversed()
-    asked, whole = change.asked, change.original
+    chosen, original = change.options, change.original
     in_folder = (change.path or "").endswith("/") or shard_size is not None or like is not None
-    if in_folder and asked["container"] is None:
+    if in_folder and chosen["container"] is None:
         change = change.into(change.format(SHARDED).name)
-    container = change.format(whole.container)
+    container = change.format(original.container)
     shards = container.writes_folder and container.tensors_only
     # Of a whole file, only one set of weights goes into a container of tensors, as `convert` takes it.
-    weights_alone = container.tensors_only and not (asked["in_place"] or whole.tensors_only)
-    how: Any = {"given": given, "config": config, "rest": rest, "moments": not weights_alone}
-    done = translate_roots(change.part, roots, translation, way_back=(lambda: there) if reverse else None, **how)
-    made, behind, notes = done.checkpoint, list[str](), tuple[Note, ...]()
+    weights_alone = container.tensors_only and not (chosen["in_place"] or original.tensors_only)
+    setup: Any = {"given": settings, "config": config, "rest": rest, "moments": not weights_alone}
+    outcome = translate_roots(change.part, roots, translation, way_back=(lambda: forward) if reverse else None, **setup)
+    changed, behind, notes = outcome.checkpoint, list[str](), tuple[Note, ...]()
     # For a folder of weights: the files of a folder of the new layout, as those beside describe the old one, unless the
     # layout says that it is both.
     part = change.original if like is None else change.part
-    beside = model_folder(part, made.tree, None if like is None else os.fspath(like))
+    beside = model_folder(part, changed.tree, None if like is None else os.fspath(like))
     if like is None and not (layout is not None and layout.same_config):
         library = "" if layout is None else (layout.old if reverse else layout.new).name
-        behind_it = f"{CONFIG} (of the layout before; {arg(like=Slot('DIR'))!s} takes that of a folder of the new one)"
-        beside = ModelFolder(library, beside.place, left=(behind_it,) if beside.files else ())
+        leftover = f"{CONFIG} (of the layout before; {arg(like=Slot('DIR'))!s} takes that of a folder of the new one)"
+        beside = ModelFolder(library, beside.place, left=(leftover,) if beside.files else ())
     if weights_alone:
-        root, remark = one_state_dict(made, "" if change.named else None)
-        found = export(made, root, container)
-        names = [*found.left_behind, *siblings(whole.tree, change.part.base)]
-        left = left_behind(whole, names, found.checkpoint.tree, chosen=change.named)
-        made, notes = replace(found.checkpoint, base=()), found.notes
-        behind = [*([remark] if remark else []), *left.lines]
+        root, remark = one_state_dict(changed, "" if change.named else None)
+        exported = export(changed, root, container)
+        names = [*exported.left_behind, *siblings(original.tree, change.part.base)]
+        leftovers = left_behind(original, names, exported.checkpoint.tree, chosen=change.named)
+        changed, notes = replace(exported.checkpoint, base=()), exported.notes
+        behind = [*([remark] if remark else []), *leftovers.lines]
     if shards:
-        made = divided(replace(made, origin=None), shard_size, beside.stem)
-    written = change.write(whole, made, beside=beside) if weights_alone else change.save(made, beside=beside)
-    counts = [sum(len(getattr(s, each)) for _, root in done.roots for s in root.steps) for each in ("keys", "outputs")]
+        changed = divided(replace(changed, origin=None), shard_size, beside.stem)
+    written = change.write(original, changed, beside=beside) if weights_alone else change.save(changed, beside=beside)
+    counts = [sum(len(getattr(s, end)) for _, root in outcome.roots for s in root.steps) for end in ("keys", "outputs")]
     summary = f"{counted(counts[0], 'tensor')} became {counts[1]:,}"
     if layout is not None and layout.old.name:
         sides_of = (layout.new.name, layout.old.name) if reverse else (layout.old.name, layout.new.name)
         summary += f", {' → '.join(sides_of)}"
     return written.about(
         summary,
-        *_rows(done, bool(asked["dry_run"])),
+        *_rows(outcome, bool(chosen["dry_run"])),
         *(layout.notes if layout is not None and not reverse else ()),
         *behind,
         notes=notes,
-        reversible=not done.lost and not any(root.dropped for _, root in done.roots),
+        reversible=not outcome.lost and not any(root.dropped for _, root in outcome.roots),
     )
 
 
-def _rows(done: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
+def _rows(outcome: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
     def described(names: Iterable[str], shapes: Iterable[Any]) -> list[dict[str, Any]]:
         shapes = (None if shape is None else list(shape) for shape in shapes)
         return [{"name": name, "shape": shape} for name, shape in zip(names, shapes, strict=True)]
 
     roots, lines = [], []
-    for place, root in done.roots:
+    for place, root in outcome.roots:
         steps = list[dict[str, Any]]()
         for step in root.steps:
             values = [root.items[name] for name in step.outputs]
             shapes = [value.shape if isinstance(value, TensorEntry) else None for value in values]
-            of_rule = {"rule": step.rule.text, "place": step.rule.place, "operations": step.rule.operations}
+            rule = {"rule": step.rule.text, "place": step.rule.place, "operations": step.rule.operations}
             inputs, outputs = described(step.keys, step.shapes or shapes), described(step.outputs, shapes)
-            steps.append({**of_rule, "inputs": inputs, "outputs": outputs, "reversible": not step.lost})
-        lines += [f"{place or 'the whole file'}:"] if len(done.roots) > 1 else []
+            steps.append({**rule, "inputs": inputs, "outputs": outputs, "reversible": not step.lost})
+        lines += [f"{place or 'the whole file'}:"] if len(outcome.roots) > 1 else []
         shown = dict(enumerate(steps))
         if len(steps) > MANY and not dry_run:  # the first of each rule
             firsts = {step.rule.origin: number for number, step in reversed([*enumerate(root.steps)])}
             shown = {number: steps[number] for number in sorted(firsts.values())}
         for number, fact in shown.items():
             sides, texts = (fact["inputs"], fact["outputs"]), []
-            for side, sized in zip(sides, (root.steps[number].shapes, True), strict=True):
-                sizes = [f" {each['shape']}" if sized and each["shape"] is not None else "" for each in side]
-                texts.append(listed([each["name"] + size for each, size in zip(side, sizes, strict=True)], 4))
+            for side, has_shapes in zip(sides, (root.steps[number].shapes, True), strict=True):
+                sizes = [f" {item['shape']}" if has_shapes and item["shape"] is not None else "" for item in side]
+                texts.append(listed([item["name"] + size for item, size in zip(side, sizes, strict=True)], 4))
             lines.append(" → ".join(texts) + (f" : {fact['operations']}" if fact["operations"] else ""))
-        if left := len(steps) - len(shown):
-            lines.append(f"… {left:,} more like these ({arg(dry_run=True)} shows all)")
+        if hidden := len(steps) - len(shown):
+            lines.append(f"… {hidden:,} more like these ({arg(dry_run=True)} shows all)")
         dropped = [name for name in root.dropped if name not in root.tied]
         for names, what in (
             (root.tied, "left out, being tied to a tensor that is there"),
@@ -196,12 +196,12 @@ def _rows(done: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
             (root.unfilled, "left out, as all of them are zeros"),
         ):
             lines += Row.named("", names, f"{what}:", 6).lines
-        rest = {each: list(getattr(root, each)) for each in ("dropped", "kept", "filled", "unfilled")}
-        roots.append({"root": place, "steps": steps, **rest})
+        unmatched = {name: list(getattr(root, name)) for name in ("dropped", "kept", "filled", "unfilled")}
+        roots.append({"root": place, "steps": steps, **unmatched})
     yield Row("roots", roots, lines)
-    yield Row("not_reversible", list(done.lost), [f"not reversible: {line}" for line in done.lost])
-    moved = f"the moments of {counted(done.optimizers, 'optimizer')} went through the same rules"
-    yield Row("optimizers", done.optimizers, [moved] if done.optimizers else [])
+    yield Row("not_reversible", list(outcome.lost), [f"not reversible: {line}" for line in outcome.lost])
+    moved = f"the moments of {counted(outcome.optimizers, 'optimizer')} went through the same rules"
+    yield Row("optimizers", outcome.optimizers, [moved] if outcome.optimizers else [])
 
 
 def layouts(name: str | None = None) -> LayoutList:
@@ -212,7 +212,7 @@ def layouts(name: str | None = None) -> LayoutList:
     if name is not None and name not in shipped():
         what = f"{name!r} is not a layout that ships"
         raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", "See them: ckptool translate --list")
-    return LayoutList(tuple(shipped_layout(each) for each in shipped() if name in (None, each)))
+    return LayoutList(tuple(shipped_layout(shipped_name) for shipped_name in shipped() if name in (None, shipped_name)))
 
 
 def find_rules(
@@ -234,8 +234,8 @@ def find_rules(
     if out is not None:
         check_text(out, overwrite=overwrite)
     opened = [open_whole(file, part=part) for file in (old, new)]
-    ours, theirs = (one_state_dict(each.checkpoint, each.at)[0] for each in opened)
-    report = proved_rules(ours.node, theirs.node)
+    old_root, new_root = (one_state_dict(source.checkpoint, source.at)[0] for source in opened)
+    report = proved_rules(old_root.node, new_root.node)
     report = replace(report, old=opened[0].name, new=opened[1].name, dry_run=dry_run)
     report = replace(report, output=os.fspath(out) if out is not None and report.rules else "")
     if report.output and not dry_run:

@@ -46,7 +46,7 @@ def unbundle(
     only = several(only)
     opened = open_whole(file, part=part)
     checkpoint = opened.taken
-    container = formats.by_name(change.asked["container"] or bundles.container_of(checkpoint))
+    container = formats.by_name(change.options["container"] or bundles.container_of(checkpoint))
     bundles.refuse_container("members cannot be written as", container.name, str(arg(container="safetensors")))
     refuse_extras(checkpoint, container)
     members = bundles.members_of(checkpoint)
@@ -55,8 +55,8 @@ def unbundle(
     tree = {name: value for name, value in members.items() if name in chosen}
     files = {name: f"{name}{container.suffixes[0]}" for name, value in tree.items() if not bundles.is_plain(value)}
     bundles.check_names(files)
-    if odd := [name for name in tree if type(name) not in (str, int)]:
-        what = f"the bundle has an entry under {repr(odd[0])[:80]}, which is neither a string nor a number"
+    if unnamed := [name for name in tree if type(name) not in (str, int)]:
+        what = f"the bundle has an entry under {repr(unnamed[0])[:80]}, which is neither a string nor a number"
         fix = f"Drop it: {command('edit', FILE, drop=ADDRESS, out=OUT)}; or take others: {arg(only=NAME)}"
         raise Conflict(what, f"{bundle_json.NAME} cannot express that.", fix)
     rows = bundles.table(tree, files)
@@ -69,17 +69,17 @@ def unbundle(
         )
         ordered = isinstance(checkpoint.tree, OrderedDict)
         record = bundle_json.BundleRecord(bundles.container_of(checkpoint), entries, bundles.ties_across(tree), ordered)
-        part_of = replace(checkpoint, container=container.name, origin=None, tensors_only=False, notes=())
+        template = replace(checkpoint, container=container.name, origin=None, tensors_only=False, notes=())
         marked = {name: marks.recovered(checkpoint.metadata, (name,)) for name in files}
-        parts = {file: replace(part_of, tree=tree[name], metadata=marked[name]) for name, file in files.items()}
-        keep_unknown = bool(change.asked["keep_unknown"])
+        parts = {file: replace(template, tree=tree[name], metadata=marked[name]) for name, file in files.items()}
+        keep_unknown = bool(change.options["keep_unknown"])
         refuse_unknown(replace(checkpoint, tree={name: tree[name] for name in files}), keep_unknown)  # as named here
         with no_collection():
             plans = {file: container.write(part, keep_unknown=keep_unknown) for file, part in parts.items()}
         checks = {id(storage): storage for plan in plans.values() for storage in plan.checks}
         record_file = {bundle_json.NAME: [InlineBytes(bundle_json.text(record))]}
         plan = Plan({name: plan.files[""] for name, plan in plans.items()} | record_file, list(checks.values()))
-        if change.asked["verify"] and not change.asked["dry_run"]:
+        if change.options["verify"] and not change.options["dry_run"]:
             refuse_damaged(checkpoint)
 
         def verify(path: str) -> None:
@@ -90,9 +90,9 @@ def unbundle(
         path = os.fspath(folder)
         replaced, replaceable = os.path.exists(path), set[str]()  # what an earlier `unbundle` wrote
         with suppress(CkptoolError):
-            before = bundle_json.read(Folder(path)) if os.path.isdir(path) else None
-            if before is not None:
-                replaceable = {bundle_json.NAME, *(part.file for part in before.parts if part.file)}
+            earlier = bundle_json.read(Folder(path)) if os.path.isdir(path) else None
+            if earlier is not None:
+                replaceable = {bundle_json.NAME, *(part.file for part in earlier.parts if part.file)}
         notes = change.put(plan, path, sources, verify, replaceable)
         size = plan.nbytes
         written = change.written(opened.checkpoint, path, container.name, "new folder", size, size, notes)

@@ -49,29 +49,29 @@ def verify(
     Raises what opening raises for a file that is no checkpoint or cannot be read, and `UsageError` where several sets
     of weights could be meant.
     """
-    given: tuple[Input | Checkpoint, str | None]
-    given = (open_file(file).checkpoint, None) if is_in_memory(file) else open_source(file)
-    at = at if at is not None else given[1]
-    kept = read_digests(against) if against is not None else None
+    source: tuple[Input | Checkpoint, str | None]
+    source = (open_file(file).checkpoint, None) if is_in_memory(file) else open_source(file)
+    at = at if at is not None else source[1]
+    expected = read_digests(against) if against is not None else None
     if write_digest is not None:
         check_text(write_digest, overwrite=overwrite)
-    report, checkpoint = verified(given[0], at, finite=finite, jobs=jobs)
-    wanted = digest or write_digest is not None or kept is not None
-    if checkpoint is None or report.problems or not wanted:  # digests of damaged values would only be believed
+    report, checkpoint = verified(source[0], at, finite=finite, jobs=jobs)
+    wants_digests = digest or write_digest is not None or expected is not None
+    if checkpoint is None or report.problems or not wants_digests:  # digests of damaged values would only be believed
         return report
     if at is None and checkpoint.tensors_only and isinstance(checkpoint.tree, dict):
         digests = root_digests(checkpoint.tree)
     else:
         root, remark = one_state_dict(checkpoint, at)
         if root.arrays is not None:
-            same = f"{root.detail}, whose digests are those of tensors with the same values"
-            remark = f"{remark}; {same}" if remark else same
+            origin = f"{root.detail}, whose digests are those of tensors with the same values"
+            remark = f"{remark}; {origin}" if remark else origin
         digests = root_digests(root.node, root.address, remark)
     report = replace(report, digest=digests)
     if write_digest is not None:
         inputs = [checkpoint.source] if checkpoint.source else []
         notes = replace_file(digests_file(digests), write_digest, overwrite=overwrite, inputs=inputs)
         report = replace(report, notes=report.notes + notes, written=os.fspath(write_digest))
-    if kept is not None and against is not None:
-        report = replace(report, against=compared(os.fspath(against), kept, digests))
+    if expected is not None and against is not None:
+        report = replace(report, against=compared(os.fspath(against), expected, digests))
     return report

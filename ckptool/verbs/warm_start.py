@@ -71,10 +71,10 @@ def warm_start(
 
     rules = all_rules(several(rename, " => "), rules_file)
     changing = None if rules.only_renames else rules
-    given = ((), None) if changing else (rename, rules_file)
-    wanted = match_options(*given, only, exclude, None, resize, on_mismatch, min_loaded, strict)
+    rule_options = ((), None) if changing else (rename, rules_file)
+    match = match_options(*rule_options, only, exclude, None, resize, on_mismatch, min_loaded, strict)
     change = change_of("warm-start", out, options, file)
-    dry_run, overwrite = bool(change.asked["dry_run"]), bool(change.asked["overwrite"])
+    dry_run, overwrite = bool(change.options["dry_run"]), bool(change.options["overwrite"])
     target = find_target(against, part=part)
     opened = open_whole(file, at, part=part)
     root, remark = one_state_dict(opened.checkpoint, opened.at)
@@ -82,7 +82,7 @@ def warm_start(
         root = replace(root, node=same_kind(root.node, translated_items(opened.checkpoint, changing, root.node)))
     else:
         root = as_named(root, opened.checkpoint, target.tensors)
-    plan = plan_warm_start(root, opened.name, target, wanted, remark)
+    plan = plan_warm_start(root, opened.name, target, match, remark)
     report = plan.report
     refuse_codes(opened.checkpoint, root.node, report)
     if report.missing or report.mismatched:
@@ -93,30 +93,30 @@ def warm_start(
             why, translate = translation
             line = str(Chain(report.source, report.root).fill(translate))
             fix = f"Translate it first: {line}"
-            refused = tuple(replace(each, fix=fix) if each.code in TRANSLATED else each for each in report.refused)
+            refused = tuple(replace(cause, fix=fix) if cause.code in TRANSLATED else cause for cause in report.refused)
             report = replace(report, suggestions=(Suggestion((), 0, 0, f"{why}: {line}"),), refused=refused)
     has_rules = any(suggestion.rules for suggestion in report.suggestions)
     if suggest is not None and has_rules:
         check_text(suggest, overwrite=overwrite)
     if change.live and not dry_run and not report.accepted:
         raise refusal(report)
-    made: tuple[Any, ...] = ()
+    result: tuple[Any, ...] = ()
     if (out is not None or (change.live and not dry_run)) and report.accepted:
-        tree, whole, model = filled(target, plan.chosen), opened.checkpoint, target.checkpoint
+        tree, original, model = filled(target, plan.chosen), opened.checkpoint, target.checkpoint
         taken = tuple(name for name in tree if name not in plan.chosen)
-        mark: dict[str, Any] = marks.recovered(whole.metadata, root.path)
+        mark: dict[str, Any] = marks.recovered(original.metadata, root.path)
         if taken and model is not None:
             mark |= marks.recovered(model.metadata, before=mark)
         beside = model_folder(model, tree) if model is not None else None  # of the sizes in it
         saved = change.write(
-            whole if model is None else together(whole, [model]),
-            Checkpoint(tree, formats.DEFAULT if model is None else model.container, mark, whole.source),
+            original if model is None else together(original, [model]),
+            Checkpoint(tree, formats.DEFAULT if model is None else model.container, mark, original.source),
             inputs=[model.source] if model is not None and model.source is not None else [],
             beside=beside if beside is not None and beside.files else None,
         )
-        made, notes = saved.made, (*report.normalised, *saved.notes)
-        file_of = NewFile(saved.output, saved.container, saved.file_bytes, saved.details)
-        report = replace(report, taken=taken, output=file_of, normalised=notes, applied=not dry_run)
+        result, notes = saved.made, (*report.normalised, *saved.notes)
+        new_file = NewFile(saved.output, saved.container, saved.file_bytes, saved.details)
+        report = replace(report, taken=taken, output=new_file, normalised=notes, applied=not dry_run)
     if suggest is not None and not has_rules:
         what = f"no rules were found that would make more fit; {os.fspath(suggest)} was not written"
         report = replace(report, normalised=(*report.normalised, Note("no-suggestions", what)))
@@ -126,4 +126,4 @@ def warm_start(
 
             replace_file(rules_text(report.suggestions).encode(), suggest, overwrite=overwrite)
         report = replace(report, rules_file=os.fspath(suggest))
-    return made[0] if made else report
+    return result[0] if result else report

@@ -25,7 +25,7 @@ from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles import decode as lexing
 from ckptool.pickles.decode import Decoded, Skeleton, decode, decode_lazily, skeleton
-from ckptool.pickles.strings import encoded, whole
+from ckptool.pickles.strings import encoded, unstub
 from tests.support.looped import examples, looped
 from tests.support.pickled_graphs import as_tree, decode_pickle, graphs
 from tests.support.processes import soon
@@ -267,10 +267,10 @@ def test_errors_name_the_byte_of_the_file() -> None:
 
 
 def test_whole_leaves_other_values_alone() -> None:
-    assert whole(3) == 3 and whole("x") == "x"
+    assert unstub(3) == 3 and unstub("x") == "x"
     assert (
-        whole(LongValue(InlineBytes(b"\xe9"), "string")) == b"\xe9"
-        and whole(LongValue(InlineBytes(b"e"), "string")) == "e"
+        unstub(LongValue(InlineBytes(b"\xe9"), "string")) == b"\xe9"
+        and unstub(LongValue(InlineBytes(b"e"), "string")) == "e"
     )
     with pytest.raises(Corrupt):
-        whole(LongValue(InlineBytes(b"\xff"), "text"))
+        unstub(LongValue(InlineBytes(b"\xff"), "text"))

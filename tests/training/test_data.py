@@ -55,7 +55,7 @@ def test_an_epoch_takes_every_sample_once_in_an_order_of_its_own() -> None:
     first, second = ([i % 1000 for step in part for i in step] for part in (steps[:5], steps[5:]))
     assert sorted(first) == sorted(second) == found.data.train
     assert first != second
-    assert sorted(found.data.train + found.data.held) == list(range(40))
+    assert sorted(found.data.train + found.data.held_out) == list(range(40))
     assert [{i // 1000 for i in step} for step in steps] == [{0}] * 5 + [{1}] * 5
 
 

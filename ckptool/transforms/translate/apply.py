@@ -1,7 +1,7 @@
 """Rules applied to sets of weights: which keys go into which step, and the tensors that come out of it.
 
-An operation takes a list of tensors, in the order of the names, and gives one. Everything stays lazy: views of the
-storages where strides can say it, else bytes made while they are read.
+An operation takes a list of tensors, in the order of the names, and returns a list. Everything stays lazy: views of the
+storages where strides can express it, else bytes computed while they are read.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ckptool.transforms.views import UNFIT, joined, woven, zeros
 
 REFUSE, KEEP, DROP = "refuse", "keep", "drop"
 REST = (REFUSE, KEEP, DROP)
-MAX_GROWTH, LARGE = 256, 1 << 30  # times that padding may enlarge a tensor, to more bytes than this
+MAX_GROWTH, LARGE = 256, 1 << 30  # padding may enlarge a tensor so many times, or to so many bytes
 
 Tensors = list[TensorEntry]
 
 
 @dataclass(slots=True, eq=False)
 class TranslatedRoot:
-    """A set of weights by the rules. kept: keys that no rule takes.  dropped: those that are left out.
+    """A set of weights by the rules. kept: keys that no rule takes.  dropped: keys that are left out.
 
-    tied: those of the dropped that are second names of tensors.  unfilled: tensors of zeros that are left out.
-    items, filled: the new tensors, and the names of those of zeros, once the steps are carried out.
+    tied: second names of tensors, among the dropped keys.  unfilled: keys of zero tensors, left out too.
+    items, filled: the new items, and the names of new zero tensors, once the steps are carried out.
     """
 
     translation: Translation
@@ -61,10 +61,10 @@ class TranslatedRoot:
             raise NoMatch(what, "Nothing was written.", fix)
         if rest == DROP:
             self.dropped, self.kept = [*self.dropped, *self.kept], []
-        made: dict[Any, dict[Any, TensorEntry]] = {}
+        cache: dict[Any, dict[Any, TensorEntry]] = {}
         owners: dict[str, str] = {}
 
-        def own(name: str, owner: str, key: str) -> None:
+        def claim(name: str, owner: str, key: str) -> None:
             if name in owners:
                 what = f"two tensors would be {name!r}: by {owners[name]}; and by {owner}, from {key}"
                 raise Conflict(what, "Only one of them could stay. Nothing was written.")
@@ -72,15 +72,15 @@ class TranslatedRoot:
                 raise Conflict(f"the key {key} would become empty", "Nothing was written.")
             owners[name] = f"{owner}, from {key}"
 
-        produced: dict[str, list[tuple[str, Any]]] = {}  # by the first key of a step
+        produced: dict[str, list[tuple[str, Any]]] = {}  # by the first key of each step
         for step in self.steps:
             try:
-                results = list(self.results(step, self.scope.node, made))
+                results = list(self.results(step, self.scope.node, cache))
             except CkptoolError as error:
                 raise step.rule.within(error, step.keys) from None
             place, rule = step.rule.origin
             for name, _ in results:
-                own(name, f"{place}: {rule!r}" if place else repr(rule), step.keys[0])
+                claim(name, f"{place}: {rule!r}" if place else repr(rule), step.keys[0])
             step.outputs = [name for name, _ in results]
             produced[step.keys[0]] = results
         remaining = {*self.kept}
@@ -89,13 +89,13 @@ class TranslatedRoot:
                 self.items |= produced[key]
             elif type(key) is not str or key in remaining:
                 if type(key) is str:
-                    own(key, "a key that no rule takes", key)
+                    claim(key, "a key that no rule takes", key)
                 self.items[key] = value
         ties = self.translation.ties
         self.items |= {n: self.items[other] for n, other in ties if other in self.items and n not in self.items}
         node = self.scope.node
         tensors = {key: value for key, value in node.items() if type(key) is str and isinstance(value, TensorEntry)}
-        for fill in self.translation.fill:  # tensors of zeros that the new side has in addition
+        for fill in self.translation.fill:  # zero tensors that only the new side has
             for step in steps_of([fill], tensors, self.scope)[0]:
                 value, (op,) = tensors[step.keys[0]], fill.chain
                 try:
@@ -110,9 +110,9 @@ class TranslatedRoot:
                     self.filled.append(name)
 
     def results(
-        self, step: Step, values: Mapping[Any, Any], made: dict[Any, dict[Any, TensorEntry]]
+        self, step: Step, values: Mapping[Any, Any], cache: dict[Any, dict[Any, TensorEntry]]
     ) -> Iterator[tuple[str, Any]]:
-        """The new names of a step with what the rule makes of values by old names. made: what was made before."""
+        """The new names of a step, with what the rule makes of values by old names. cache: tensors made before."""
         rule = step.rule
         columns = {overs: [values[key] for key in keys] for overs, keys in sorted(step.inputs.items())}
         if not rule.chain:
@@ -124,10 +124,10 @@ class TranslatedRoot:
             if not isinstance(value, TensorEntry):
                 kind = getattr(value, "kind", type(value).__name__)
                 raise UsageError(f"{key} is not a plain tensor ({kind})", "Only plain tensors can be rearranged.")
-        step.shapes = tuple(each.shape for each in inputs)
+        step.shapes = tuple(tensor.shape for tensor in inputs)
         numbers = tuple(step.groups.get(f"v_{name}") for name in rule.names)
         chain = tuple((str(op), op.parts) for op in rule.chain)
-        same = made.setdefault((chain, numbers, tuple((each.view, each.flags) for each in inputs)), {})
+        same = cache.setdefault((chain, numbers, tuple((tensor.view, tensor.flags) for tensor in inputs)), {})
         tensors, step.lost = after_chain(rule.chain, columns, self.scope.number(step.groups))
         for overs, entries in tensors.items():
             names = step.names(self.scope.lookup, overs)
@@ -140,19 +140,19 @@ class TranslatedRoot:
 def plan_steps(
     translation: Translation, node: Mapping[Any, Any], given: Mapping[str, int] = {}, config: Mapping[str, Any] = {}
 ) -> TranslatedRoot:
-    """Which keys of a set of weights go into which steps. given: numbers for variables.  config: of the model.
+    """Which keys of a set of weights go into which steps. given: numbers for variables.  config: the model's.
 
-    Reads nothing but the zeros that are to be left out. Raises `Conflict` for a step of which a key is missing, and for
-    a second name of a tensor that has values of its own.
+    Reads nothing but the zeros that are to be left out. Raises `Conflict` for a step that lacks a key, and for a second
+    name whose tensor has values of its own.
     """
     scope = Scope(given, translation.variables, config, node)
     tied = list[str]()  # second names of tensors, which are left out
     for name, other in ((name, other) for name, other in translation.tied if name in node and other in node):
-        one, first = node[name], node[other]
-        tensors = isinstance(one, TensorEntry) and isinstance(first, TensorEntry)
-        if one is not first and not (tensors and one.view == first.view):
-            alike = tensors and (one.dtype, one.shape) == (first.dtype, first.shape)
-            if not alike or not same_bytes(one.row_major(), first.row_major()):
+        second, first = node[name], node[other]
+        are_tensors = isinstance(second, TensorEntry) and isinstance(first, TensorEntry)
+        if second is not first and not (are_tensors and second.view == first.view):
+            are_alike = are_tensors and (second.dtype, second.shape) == (first.dtype, first.shape)
+            if not are_alike or not same_bytes(second.row_major(), first.row_major()):
                 what = f"{name} is not {other}: they are tied in the other layout"
                 raise Conflict(what, "One of the two would be lost. Nothing was written.")
         tied.append(name)
@@ -162,13 +162,13 @@ def plan_steps(
         for key, value in node.items()
         if type(key) is str and isinstance(value, TensorEntry) and fill.new[0].pattern.fullmatch(key)
     ]
-    if any(any(node[key].bytes()) for key in unfilled):  # all that it would have filled in, or none
+    if any(any(node[key].bytes()) for key in unfilled):  # all tensors that a fill would have made, or none
         unfilled = []
     left_out = {*tied, *unfilled}
-    gone, keys = steps_of(translation.drop, (key for key in node if type(key) is str and key not in left_out))
-    steps, rest = steps_of(translation.rules, keys, scope, ranges=scope.ranges(translation.ranges), all_names=node)
-    dropped = [*tied, *(key for step in gone for key in step.keys)]
-    return TranslatedRoot(translation, scope, steps, rest, dropped, tied, unfilled)
+    drop_steps, keys = steps_of(translation.drop, (key for key in node if type(key) is str and key not in left_out))
+    steps, kept = steps_of(translation.rules, keys, scope, ranges=scope.ranges(translation.ranges), all_names=node)
+    dropped = [*tied, *(key for step in drop_steps for key in step.keys)]
+    return TranslatedRoot(translation, scope, steps, kept, dropped, tied, unfilled)
 
 
 def refuse_unused(translation: Translation, roots: Iterable[TranslatedRoot]) -> None:
@@ -186,7 +186,7 @@ def after_chain(
 ) -> tuple[dict[Overs, Tensors], str]:
     """The tensors after all operations of a rule, and what undoing them would lose."""
     lost = ""
-    state = {overs: [resolved(each) for each in tensors] for overs, tensors in values.items()}
+    state = {overs: [resolved(tensor) for tensor in tensors] for overs, tensors in values.items()}
     for op in chain:
         after: dict[Overs, Tensors] = {}
         if op.over and op.name == "stack":
@@ -212,10 +212,10 @@ def after_chain(
 
 
 def finished(entry: TensorEntry, inputs: Sequence[TensorEntry]) -> TensorEntry:
-    """The tensor on a storage of its own, in row-major order; the checksums of the inputs are verified on the way."""
+    """The tensor on a storage of its own, in row-major order; reading it verifies the checksums of the inputs."""
     flags = inputs[0].flags._replace(conj=False, neg=False)
-    if any(entry.storage is each.storage and entry.layout == each.layout for each in inputs):
-        return entry.with_flags(flags)  # as it was, with what it shares
+    if any(entry.storage is source.storage and entry.layout == source.layout for source in inputs):
+        return entry.with_flags(flags)  # unchanged, with the storage that it shares
     return apart(entry).with_flags(flags)
 
 
@@ -224,40 +224,40 @@ def finished(entry: TensorEntry, inputs: Sequence[TensorEntry]) -> TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """One use of an operation: with the numbers that its expressions have there. A method for each, by its name."""
+    """One use of an operation, with the values of its expressions there. Each operation is the method of its name."""
 
     op: Operation
     number: Number
 
-    def _axis(self, tensor: TensorEntry, at: int = 0, more: int = 0) -> int:
-        """The dimension that it names, counted from the end where it is negative. more: dimensions that are added."""
-        value, rank = self.number(self.op.numbers[at]), len(tensor.shape) + more
+    def _axis(self, tensor: TensorEntry, index: int = 0, added: int = 0) -> int:
+        """The dimension that the operation names; negative ones count from the end. added: dimensions that it adds."""
+        value, rank = self.number(self.op.numbers[index]), len(tensor.shape) + added
         if not -rank <= value < rank:
             raise UsageError(f"{list(tensor.shape)} has no dimension {value}", UNFIT)
         return value % rank
 
-    def _number(self, at: int = 1) -> int:
-        return self.number(self.op.numbers[at])
+    def _number(self, index: int = 1) -> int:
+        return self.number(self.op.numbers[index])
 
-    def _sizes(self, total: int, combine: Callable[[list[int]], int], at: int = 0) -> list[int]:
-        """The sizes of a list, with what is left in the place of -1. combine: how they come to `total` (sum, prod)."""
-        values = [self.number(size) for size in self.op.lists[at]]
-        others = [value for value in values if value != -1]
-        if len(others) < len(values) - 1 or any(value < 0 for value in others):
+    def _sizes(self, total: int, combine: Callable[[list[int]], int], index: int = 0) -> list[int]:
+        """The sizes of a list, with the remainder in place of -1. combine: how they make up `total` (sum, prod)."""
+        values = [self.number(size) for size in self.op.lists[index]]
+        fixed = [value for value in values if value != -1]
+        if len(fixed) < len(values) - 1 or any(value < 0 for value in fixed):
             raise UsageError(f"the sizes {values} have more than one -1, or a negative one")
-        known = combine(others)
-        if len(others) < len(values):
-            values[values.index(-1)] = total - known if combine is sum else total // known if known else 0
+        subtotal = combine(fixed)
+        if len(fixed) < len(values):
+            values[values.index(-1)] = total - subtotal if combine is sum else total // subtotal if subtotal else 0
         if min(values) < 0 or combine(values) != total:
-            shown = [f"{value:,}" for value in others] + ["?"] * (len(values) - len(others))
+            shown = [f"{value:,}" for value in fixed] + ["?"] * (len(values) - len(fixed))
             raise UsageError(f"{total:,} is not {(' + ' if combine is sum else ' x ').join(shown)}", UNFIT)
         return values
 
     def _size_before(self, tensor: TensorEntry, axis: int) -> int:
-        """The size of a dimension, if it is that which the operation names."""
+        """The size of a dimension. Raises `UsageError` where the operation names another size."""
         if self.op.of is not None and self.number(self.op.of) != tensor.shape[axis]:
-            wanted = f"the size that `{self.op}` names, {self.number(self.op.of):,}"
-            raise UsageError(f"{list(tensor.shape)} is not of {wanted}", UNFIT)
+            expected = f"the size that `{self.op}` names, {self.number(self.op.of):,}"
+            raise UsageError(f"{list(tensor.shape)} is not of {expected}", UNFIT)
         return tensor.shape[axis]
 
     # Shapes ----
@@ -287,14 +287,14 @@ class _Use:
 
     def flatten(self, tensor: TensorEntry) -> TensorEntry:
         shape, count = tensor.shape, len(self.op.lists[0])
-        axis = self._axis(tensor, more=1 - count)  # of the tensor after it, as that before `unflatten`
-        found = shape[axis : axis + count]
-        if list(found) != self._sizes(prod(found), prod):
-            raise UsageError(f"{list(found)} of {list(shape)} is not {self.op}", UNFIT)
-        return _with_sizes(tensor, axis, count, prod(found))
+        axis = self._axis(tensor, added=1 - count)  # of the tensor after it, as `unflatten` names that before
+        sizes = shape[axis : axis + count]
+        if list(sizes) != self._sizes(prod(sizes), prod):
+            raise UsageError(f"{list(sizes)} of {list(shape)} is not {self.op}", UNFIT)
+        return _with_sizes(tensor, axis, count, prod(sizes))
 
     def unsqueeze(self, tensor: TensorEntry) -> TensorEntry:
-        return _with_sizes(tensor, self._axis(tensor, more=1), 0, 1)
+        return _with_sizes(tensor, self._axis(tensor, added=1), 0, 1)
 
     def squeeze(self, tensor: TensorEntry) -> TensorEntry:
         axis = self._axis(tensor)
@@ -308,8 +308,8 @@ class _Use:
     def rope(self, tensor: TensorEntry) -> TensorEntry:
         """Queries or keys whose rotary pairs are neighbours (Meta's Llama) as two halves of each head (transformers).
 
-        The tensor has to have the rows of so many heads of the size that is named."""
-        heads, size = self._number(0), [self.number(each) for each in self.op.numbers[1:]]
+        Where the operation names a head size, the tensor must have the rows of that many heads of that size."""
+        heads, size = self._number(0), [self.number(expression) for expression in self.op.numbers[1:]]
         if size and tensor.shape[:1] != (heads * size[0],):
             rows = f"the rows of {counted(heads, 'head')} of {size[0]:,}"
             raise UsageError(f"{list(tensor.shape)} does not have {rows}", UNFIT)
@@ -335,14 +335,14 @@ class _Use:
         axis = self._axis(tensors[0])
         _refuse_unlike(tensors, axis)
         lengths = [tensor.shape[axis] for tensor in tensors]
-        if self.op.lists and (wanted := self._sizes(sum(lengths), sum)) != lengths:
-            raise UsageError(f"the parts are of {lengths}, and {wanted} are named", UNFIT)
+        if self.op.lists and (named := self._sizes(sum(lengths), sum)) != lengths:
+            raise UsageError(f"the parts are of {lengths}, and {named} are named", UNFIT)
         return [joined(tensors, axis)]
 
     def stack(self, tensors: Tensors) -> Tensors:
-        axis = self._axis(tensors[0], more=1)
+        axis = self._axis(tensors[0], added=1)
         _refuse_unlike(tensors)
-        return [joined([_with_sizes(each, axis, 0, 1) for each in tensors], axis)]
+        return [joined([_with_sizes(tensor, axis, 0, 1) for tensor in tensors], axis)]
 
     def unstack(self, tensors: Tensors) -> Tensors:
         tensor = self._only_one(tensors)
@@ -364,15 +364,15 @@ class _Use:
         return tensor.narrow(axis, start, stop - start)
 
     def pad(self, tensor: TensorEntry) -> TensorEntry:
-        axis, wanted = self._axis(tensor), self._number()
-        if wanted < self._size_before(tensor, axis):
-            raise UsageError(f"{tensor.shape[axis]:,} cannot be padded to {wanted:,}, which is less", UNFIT)
+        axis, padded = self._axis(tensor), self._number()
+        if padded < self._size_before(tensor, axis):
+            raise UsageError(f"{tensor.shape[axis]:,} cannot be padded to {padded:,}, which is less", UNFIT)
         before, size, after = tensor.shape[:axis], tensor.shape[axis], tensor.shape[axis + 1 :]
-        refuse_growth(tensor, (*before, wanted, *after))
-        return joined([tensor, zeros(tensor, (*before, wanted - size, *after))], axis) if wanted > size else tensor
+        refuse_growth(tensor, (*before, padded, *after))
+        return joined([tensor, zeros(tensor, (*before, padded - size, *after))], axis) if padded > size else tensor
 
     def add(self, tensor: TensorEntry) -> TensorEntry:
-        """A whole number added to every value, computed in f32: norms that store w - 1."""
+        """Adds an integer to every value, computed in f32: for norms that store w - 1."""
         if not tensor.dtype.is_float:
             raise UsageError(f"{tensor!r} is of no floating type", UNFIT)
         by = self._number(0)
@@ -385,9 +385,9 @@ class _Use:
 
 
 def _with_sizes(tensor: TensorEntry, axis: int, count: int, *sizes: int) -> TensorEntry:
-    """The tensor with these sizes in the place of so many dimensions."""
+    """The tensor with these sizes in place of `count` dimensions from `axis` on."""
     shape = (*tensor.shape[:axis], *sizes, *tensor.shape[axis + count :])
-    if prod(size or 1 for size in shape) > MAX_NUMBER:  # of an empty tensor
+    if prod(size or 1 for size in shape) > MAX_NUMBER:  # empty tensors, too
         raise UsageError(f"the shape {list(shape)} is too large", "No tensor has such a size.")
     return tensor.reshape(shape)
 
@@ -399,17 +399,17 @@ def applied(op: Operation, tensors: Tensors, number: Number) -> Tensors:
 
 
 def _refuse_unlike(tensors: Tensors, axis: int | None = None) -> None:
-    """Raises `UsageError` for tensors of several types, or of shapes that differ elsewhere than along the axis."""
+    """Raises `UsageError` for tensors of several types, or of shapes that differ other than along the axis."""
     first = tensors[0]
     for tensor in tensors:
-        shapes = [[size for at, size in enumerate(each.shape) if at != axis] for each in (first, tensor)]
+        shapes = [[size for at, size in enumerate(entry.shape) if at != axis] for entry in (first, tensor)]
         if tensor.dtype is not first.dtype or len(tensor.shape) != len(first.shape) or shapes[0] != shapes[1]:
             what = f"{first.dtype}{list(first.shape)} and {tensor.dtype}{list(tensor.shape)} cannot be put together"
             raise UsageError(what, UNFIT)
 
 
 def refuse_growth(tensor: TensorEntry, shape: Sequence[int]) -> None:
-    """Raises `UsageError` for a shape that no tensor has, or that is far larger than this one."""
+    """Raises `UsageError` for a negative size, or a shape that is far larger than the tensor."""
     size = prod(shape) * tensor.dtype.itemsize
     if min(shape, default=0) < 0 or size > max(LARGE, MAX_GROWTH * tensor.nbytes):
         what = f"{tensor!r} would become {list(shape)}, {size:,} bytes"
@@ -417,9 +417,9 @@ def refuse_growth(tensor: TensorEntry, shape: Sequence[int]) -> None:
 
 
 def losses(op: Operation, before: Tensors, after: Tensors) -> str:
-    """Why `--reverse` would not give these tensors back; empty where it would."""
+    """Why `--reverse` would not restore these tensors; empty where it would."""
     if op.inverse() is None or op.name == "slice":
-        return "" if [each.layout for each in before] == [each.layout for each in after] else f"{op} cannot be undone"
+        return "" if [t.layout for t in before] == [t.layout for t in after] else f"{op} cannot be undone"
     if op.name == "add" and before != after:
         return f"{op} rounds, so the way back may give other values"
     if op.name == "cat" and not op.lists:
