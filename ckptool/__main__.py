@@ -10,7 +10,7 @@ import sys
 
 
 def main() -> int:
-    """Runs the command line that the program was started with; does not come back."""
+    """Runs the command line that the program was started with; does not return."""
     forget_working_directory()
     import gc
 
@@ -34,16 +34,16 @@ def forget_working_directory() -> None:
     Python puts it there for `-m`, and for an empty or relative part of PYTHONPATH (`$PYTHONPATH:/x`, where it was not
     set).
     """
-    named = os.environ.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in os.environ else []
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in os.environ else []
     if sys.flags.ignore_environment:
-        named = []
-    absolute = [part for part in named if os.path.isabs(part)]
-    relative = ["", *(part for part in named if not os.path.isabs(part))]
-    ours = 1 + len(named)  # what follows is Python's own, and the libraries
+        entries = []
+    absolute = [part for part in entries if os.path.isabs(part)]
+    relative = ["", *(part for part in entries if not os.path.isabs(part))]
+    length = 1 + len(entries)  # what follows is Python's own, and the libraries
     front = [
-        place for place in sys.path[:ours] if place in absolute or not any(_is_same(place, part) for part in relative)
+        place for place in sys.path[:length] if place in absolute or not any(_is_same(place, part) for part in relative)
     ]
-    sys.path[:ours] = front
+    sys.path[:length] = front
 
 
 def _is_same(place: str, part: str) -> bool:

@@ -137,8 +137,7 @@ def function_of(verb: str) -> Any:
 
 
 def with_verb(words: Sequence[str]) -> list[str]:
-    """The words of a command line with its verb as one word, in the place of an alias, too; `help VERB` is its
-    `--help`."""
+    """The words of a command line, the verb as one word and an alias replaced; `help VERB` becomes `VERB --help`."""
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     joined = " ".join(words[:2])
@@ -210,26 +209,26 @@ class Declared(NamedTuple):
     other_reports: tuple[str, ...] = ()
 
 
-def option(names: str, text: str, **more: Any) -> Option:
+def option(names: str, text: str, **fields: Any) -> Option:
     """An option as its help prints it, its names and what stands for its value (`-o --out OUT`), then the text."""
     flags = tuple(word for word in names.split() if word.startswith("-"))
-    return Option(text, flags, names.removeprefix(" ".join(flags)).strip(), **more)
+    return Option(text, flags, names.removeprefix(" ".join(flags)).strip(), **fields)
 
 
 repeated = partial(option, several=True)
 """An option that may be given several times, as its help says."""
 
 
-def argument(metavar: str, text: str, **more: Any) -> Option:
+def argument(metavar: str, text: str, **fields: Any) -> Option:
     """An argument as its help prints it: what stands for its value, then the text."""
-    return Option(text, (), metavar, **more)
+    return Option(text, (), metavar, **fields)
 
 
-def verb(*examples: tuple[str, str], **more: Any) -> Callable[[Function], Function]:
-    """Makes a command of a function, which stays as it is; see `Declared`."""
+def verb(*examples: tuple[str, str], **fields: Any) -> Callable[[Function], Function]:
+    """Declares a function as a command, without changing it; see `Declared`."""
 
     def declare(function: Function) -> Function:
-        vars(function)["verb"] = Declared(examples, **more)
+        vars(function)["verb"] = Declared(examples, **fields)
         return function
 
     return declare
@@ -251,7 +250,7 @@ def signature_of(function: Any) -> inspect.Signature:
 
 
 def parameters_of(function: Any) -> Iterator[Parameter]:
-    """The parameters of a verb, a hook or a view that are typed, each with its type on the command line: flags and
+    """The parameters of a verb, a hook or a view that can be typed, each with its type on the command line: flags and
     numbers as they are, one of a few words, lists of texts; anything else is a text."""
     for name, param in signature_of(function).parameters.items():
         for option in getattr(param.annotation, "__metadata__", ()):
@@ -331,13 +330,13 @@ def _check_of_types(function: Any, kinds: Mapping[str, Any], typed: Iterable[Par
     """A function that raises `UsageError` for a value of a type that its parameter does not take.
     kinds: the types of the parameters."""
     accepted: dict[str, list[tuple[type, str]]] = {}
-    named = set[str]()  # dictionaries of names
+    by_name = set[str]()  # dictionaries of names
     for name, kind in kinds.items():  # verbs that write look at `out` themselves
         choices = get_args(kind) if isinstance(kind, UnionType) else [kind]
         types = [get_origin(hint) or hint for hint in choices]
         if _ACCEPTED.keys() >= set(types) and (name != "out" or "make_folder" not in kinds):
             accepted[name] = [_ACCEPTED[hint] for hint in types]
-            named |= {name for hint in choices if get_args(hint)[:1] == (str,) and get_origin(hint) is not Sequence}
+            by_name |= {name for hint in choices if get_args(hint)[:1] == (str,) and get_origin(hint) is not Sequence}
     words = {param.name: (param.default, *param.option.choices) for param in typed if param.option.choices}
 
     def check(name: str, value: Any) -> None:
@@ -347,16 +346,16 @@ def _check_of_types(function: Any, kinds: Mapping[str, Any], typed: Iterable[Par
             raise UsageError(what, f"It has to be {' or '.join(map(repr, words[name][1:]))}.")
         if name in accepted and not isinstance(value, tuple(kind for kind, _ in accepted[name])):
             raise UsageError(problem, f"It has to be {' or '.join(text for _, text in accepted[name] if text)}.")
-        if name in named and isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
+        if name in by_name and isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
             raise UsageError(problem, "Its keys have to be strings.")
         for item in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(item, os.PathLike) and not isinstance(_place_of(item), str):
+            if isinstance(item, os.PathLike) and not isinstance(_fspath_of(item), str):
                 raise UsageError(f"{problem}, which is no path in text", "Give a string, or a path that is one.")
 
     return check
 
 
-def _place_of(path: os.PathLike[Any]) -> Any:
+def _fspath_of(path: os.PathLike[Any]) -> Any:
     try:
         return os.fspath(path)
     except TypeError:  # it gives neither text nor bytes
@@ -400,7 +399,7 @@ def command(verb: str, *arguments: str, **options: Value) -> Command:
     """`ckptool VERB ARGUMENTS… OPTIONS…`, with the options called as in Python: `weights_only=True`, `out=OUT`.
     True is a flag; an option with several values is repeated; `False` and "" are left out."""
     present = {name: value for name, value in options.items() if value is not False and value != ""}
-    words = (word for name, value in present.items() for word in _typed(name, value))
+    words = (word for name, value in present.items() for word in _option_words(name, value))
     line = Command(("ckptool", *verb.split(), *map(as_argument, arguments), *words))
     if not VERBS[verb].in_python or any((verb, name) in SHELL_ONLY for name in present):
         return line
@@ -412,7 +411,7 @@ def arg(name: str = "", /, **options: Value) -> Command:
     """An option that a text names, `arg("rules_file")`, or options with their values, `arg(rank=32, dtype="bf16")`."""
     if name:
         return Command((flag(name),), name)
-    words = (word for option, value in options.items() for word in _typed(option, value))
+    words = (word for option, value in options.items() for word in _option_words(option, value))
     return Command(words, ", ".join(_keywords(options)))
 
 
@@ -434,12 +433,12 @@ def called(line: Command) -> tuple[Any, list[str], dict[str, Any]]:
 
 
 def flag(name: str) -> str:
-    """The option of a parameter; empty for a word without one."""
+    """The option of a parameter; empty for an argument."""
     return FLAGS.get(name, f"--{name.replace('_', '-')}")
 
 
-def _typed(name: str, value: Value) -> Iterator[str]:
-    """The words of an option: `{"a": "b"}` is `a=b`, and so is `{"epoch": 3}`, but for `bundle`, where it is
+def _option_words(name: str, value: Value) -> Iterator[str]:
+    """The words of an option: `{"a": "b"}` is `a=b`, and so is `{"epoch": 3}`, except for `bundle`, where it is
     `epoch:=3`."""
     if isinstance(value, Mapping):
         sign = ":=" if name == "values" else "="
@@ -456,14 +455,14 @@ def _keywords(options: Mapping[str, Value]) -> Iterator[str]:
 def _literal(value: Any) -> str:
     """The value as Python has it; what is filled in later stays a name."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_literal(key)}: {_literal(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{_literal(key)}: {_literal(item)}' for key, item in value.items())}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_literal, value))}]"
     return str(value) if isinstance(value, Slot) and value.isidentifier() else repr(value)
 
 
 def as_argument(path: str) -> str:
-    """A path that no parser takes for an option."""
+    """A path in a form that no parser takes for an option."""
     return os.path.join(".", path) if path.startswith("-") and not isinstance(path, Slot) else path
 
 
@@ -477,7 +476,7 @@ def input_of(source: Any, address: str = "") -> str:
 
 def other_program(program: str, *files: str, into: str = "") -> Command:
     """A command of another program, with its own options, for these files; `into`: the file that its output goes to.
-    What lists a folder that is elsewhere is our own."""
+    For `ls` of a URL it is our own `scan`."""
     if program == "ls" and "://" in files[0]:
         return command("scan", *files)
     return Command((*program.split(), *map(as_argument, files), *((INTO, as_argument(into)) if into else ())))

@@ -91,17 +91,17 @@ class UsageError(CkptoolError, ValueError, code="usage"):
 class MissingKey(UsageError, KeyError):
     """Nothing has that name or address. A `KeyError`, too; what was meant is looked for when somebody asks."""
 
-    _looked: tuple[str, Callable[[], Sequence[str]], Callable[[], str]]
+    _lookup: tuple[str, Callable[[], Sequence[str]], Callable[[], str]]
 
     @classmethod
     def among(
-        cls, name: str, names: Callable[[], Sequence[str]], where: str, below: Callable[[], str] = str
+        cls, name: str, names: Callable[[], Sequence[str]], where: str, deeper: Callable[[], str] = str
     ) -> MissingKey:
         """The error for a name that is not among those that exist. where: `at the top`, `in state_dict`.
-        below: finds the place further down that has one of that name."""
+        deeper: finds the place further down that has one of that name."""
         error = cls(f"there is no {name} {where}")
         del error.why, error.fix
-        error._looked = name, names, below
+        error._lookup = name, names, deeper
         return error
 
     def __getattr__(self, attribute: str) -> str:
@@ -109,11 +109,11 @@ class MissingKey(UsageError, KeyError):
             raise AttributeError(attribute)
         from difflib import get_close_matches
 
-        (name, names, below), dotted = self._looked, ""
+        (name, names, deeper), dotted = self._lookup, ""
         if keys := names():
             dotted = next((f"{key}/{name[len(key) + 1 :]}" for key in keys if name.startswith(f"{key}.")), "")
         longer = [key for key in keys if key.startswith((f"{name}.", f"{name}/"))]
-        meant = dotted or next(iter(longer), "") or below() or next(iter(get_close_matches(name, keys[:2000], 1)), "")
+        meant = dotted or next(iter(longer), "") or deeper() or next(iter(get_close_matches(name, keys[:2000], 1)), "")
         self.why = printable(f"Available: {listed(keys, 12)}.") if keys else "There is nothing below it."
         self.fix = printable(f"Did you mean {meant}?") if meant else ""
         if len(longer) > 1 and not dotted:
@@ -251,10 +251,10 @@ class RunFailed(CkptoolError, code="run-failed"):
     """A process that ckptool started ended in an error of its own, or was killed."""
 
 
-def listed(things: Sequence[object], limit: int = 5) -> str:
-    """At most `limit` things in one line, then how many were left out."""
-    shown = ", ".join(str(thing) for thing in things[:limit])
-    omitted = len(things) - limit
+def listed(items: Sequence[object], limit: int = 5) -> str:
+    """At most `limit` items in one line, then how many were left out."""
+    shown = ", ".join(str(item) for item in items[:limit])
+    omitted = len(items) - limit
     return f"{shown} and {omitted:,} more" if omitted > 0 else shown
 
 
@@ -269,7 +269,7 @@ def form(count: int, one: str, many: str) -> str:
 
 
 def is_text(text: str) -> bool:
-    """True unless there are halves of surrogate pairs in it, which UTF-8 cannot spell."""
+    """True unless it has halves of surrogate pairs, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -305,7 +305,7 @@ def without_secrets(text: str) -> str:
 
 def printable(text: str) -> str:
     r"""The text with control characters, line breaks, bidi marks and surrogates as `\x1b`-style escapes.
-    Names in a checkpoint are chosen by whoever made it; none reaches a terminal raw. What is escaped stays as it is."""
+    Names in a checkpoint are chosen by whoever made it; none reaches a terminal raw. Escaped text stays as it is."""
     text = without_secrets(text) if GIVEN and "://" in text else text
     if text.isprintable():
         return text
@@ -403,12 +403,12 @@ class TextLines(Text):
 
 
 def in_python(text: str | Command) -> str:
-    """The text with the words that Python has for what a shell types."""
+    """The text with commands and options spelled as in Python."""
     return getattr(text, "python", str(text))
 
 
 def escaped(text: str | Command) -> str:
-    """A text as `printable`, in which both spellings of commands are known; what is escaped already as it is."""
+    """A text as `printable`, but with both spellings of its commands; escaped text is returned as it is."""
     if isinstance(text, Text):
         return text
     return Text(text) if isinstance(text, Command) or _MARK in text else printable(text)

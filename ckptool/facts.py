@@ -86,9 +86,9 @@ def age(seconds: float) -> str:
     return next(units, f"{max(0, int(seconds))} s")
 
 
-def bar(part: int, whole: int, width: int = BAR) -> str:
-    """A bar as long as `part` is of `whole`, in eighths of a character."""
-    eighths = round(part * width * 8 / whole) if whole else 0
+def bar(part: int, total: int, width: int = BAR) -> str:
+    """A bar as long as `part` is of `total`, in eighths of a character."""
+    eighths = round(part * width * 8 / total) if total else 0
     return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
 
 

@@ -82,7 +82,7 @@ class CurveBuilder:
             self.points = _thinned(self.points)
 
     def curve(self) -> Curve:
-        """The curve of the points until now, of which there must be one."""
+        """The curve of the points so far; there must be at least one."""
         points = _thinned(self.points) if self.count > MOST_POINTS else sorted(self.points, key=_step)
         steps, values = zip(*points, strict=True)
         return Curve(steps, values, self.count, self.not_finite)
@@ -90,8 +90,8 @@ class CurveBuilder:
 
 def _thinned(points: list[Point]) -> list[Point]:
     """The points that a long curve keeps.
-    A stretch is a power of two long and begins at a multiple of it, so that those of a longer curve are whole ones of
-    a shorter: what is thinned again and again loses nothing that thinning once would keep."""
+    A stretch is a power of two long and begins at a multiple of it, so that those of a longer curve are made of whole
+    ones of a shorter: thinning again and again loses nothing that thinning once would keep."""
     points = sorted(points, key=_step)
     shift = max((points[-1][0] - points[0][0]).bit_length() - BUCKETS.bit_length() + 1, 0)
     thinned: list[Point] = []

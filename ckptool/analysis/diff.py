@@ -238,8 +238,8 @@ def entry_rows(diff: Diff) -> list[tuple[str, str]]:
             rows.append((change.address, " → ".join(sides)))
 
     def rank(row: tuple[str, str]) -> tuple[bool, int]:
-        above, _, last = row[0].rpartition("/")
-        return last.isdigit(), 2 * bool(above) - (last == "lr")
+        parent, _, last = row[0].rpartition("/")
+        return last.isdigit(), 2 * bool(parent) - (last == "lr")
 
     return sorted(rows, key=rank)
 
@@ -279,7 +279,7 @@ def group_rows(rows: Iterable[tuple[str, Difference]], room: int) -> tuple[list[
 
 
 def totals(values: Values) -> tuple[int, int, float | None]:
-    """The elements that changed, all elements, and the largest |a-b|, None where nothing has one."""
+    """The number of changed elements, of all elements, and the largest |a-b|; None for it where nothing has one."""
     largest = max((delta.max_abs for delta in values if delta.max_abs is not None), default=None)
     return sum(delta.changed for delta in values), sum(delta.total for delta in values), largest
 
@@ -402,13 +402,13 @@ def diff_of_parts(
     roots = [find_state_dicts(part) for part in parts]
     flat = [len(sets) == 1 and sets[0].path == () for sets in roots]  # a bare set of weights
     paths = [[root.path for root in sets if root.is_model] for sets in roots]
-    apart = flat[0] != flat[1] or (len(paths[0]) == len(paths[1]) == 1 and paths[0] != paths[1])
+    by_weights = flat[0] != flat[1] or (len(paths[0]) == len(paths[1]) == 1 and paths[0] != paths[1])
     for side, (mine, other) in enumerate(((a, b), (b, a))):
-        if mine.at is None and (apart if other.at is None else flat[not side] and not flat[side]):
+        if mine.at is None and (by_weights if other.at is None else flat[not side] and not flat[side]):
             parts[side] = _weights_of(parts[side], remarks)
     for opened in (a, b):
         others = members.beside(opened.checkpoint) if opened.at is None else ()
-        remarks += [_beside(opened.name, others)] if others else []
+        remarks += [_weights_remark(opened.name, others)] if others else []
     ignored = [name for word in several(ignore) for part in word.split(",") if (name := part.strip())]
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         report = diff(parts[0], parts[1], ignore=ignored, only=several(only), strict=strict, **options)
@@ -430,10 +430,10 @@ def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:
     remarks += [f"compared the state dict of the {root.detail} in {name}"] if root.module else []
     tree = root.node if root.arrays is None else root.arrays
     if any(map(is_optimizer, tree.values())):  # what training needs lies among the weights, as torchtitan saves it
-        remarks.append(_beside(name, [str(key) for key, value in tree.items() if not is_tensor(value)]))
+        remarks.append(_weights_remark(name, [str(key) for key, value in tree.items() if not is_tensor(value)]))
         tree = {key: value for key, value in tree.items() if is_tensor(value)}
     return replace(checkpoint, tree=tree, base=(*checkpoint.base, *root.path))
 
 
-def _beside(name: str, others: Sequence[str]) -> str:
+def _weights_remark(name: str, others: Sequence[str]) -> str:
     return f"compared the weights of {name}, not {listed(others, 6)} beside them"

@@ -152,7 +152,7 @@ def is_tensor(node: Any) -> bool:
 
 
 def is_integer(change: Difference) -> bool:
-    """True for tensors of integers, and for those of one element that is a whole number, as a step is."""
+    """True for tensors of integers, and for those of one element that is a whole number, such as a step."""
     kind = getattr(change.left.dtype, "kind", "")
     return change.aspects.get("values", (None,))[0] is not None or kind in ("int", "uint", "bool")
 
@@ -208,10 +208,10 @@ class Comparer:
             if (pair := next(stack[-1], None)) is None:
                 stack.pop()
             else:
-                stack.append(self._pair(*pair))
+                stack.append(self._compare_pair(*pair))
         return not (self.changed or self.only_left or self.only_right)
 
-    def _pair(self, path: Path, a: Any, b: Any) -> Iterator[_Pair]:
+    def _compare_pair(self, path: Path, a: Any, b: Any) -> Iterator[_Pair]:
         """Compares two nodes; yields the pairs of their parts that are still to be compared."""
         aspects: Aspects = {}
         has_identity = self.identity and isinstance(a, _HAVE_IDENTITY) and isinstance(b, _HAVE_IDENTITY)
@@ -281,7 +281,7 @@ class Comparer:
                 part = _bare_modules(part)
                 self._bare[id(part)] = part
             name = without_wrappers(segment) if strip and type(segment) is str else segment
-            key = _comparable(name, counts)
+            key = _comparison_key(name, counts)
             if key in parts and not strip:
                 key = (_ATTRIBUTE, key)  # of a dictionary with attributes, one is called as a key is
             if key in parts:
@@ -302,7 +302,7 @@ class Comparer:
         self.elements += a.numel
         check_names(self.tensors, len(self.compared))
         key = (id(a), id(b))
-        aspects, values, *_ = self.compared.get(key) or self.compared.setdefault(key, (*self._different(a, b), a, b))
+        aspects, values, *_ = self.compared.get(key) or self.compared.setdefault(key, (*self._aspects_of(a, b), a, b))
         size = None
         if aspects or kinds:
             change = Difference(path, a, b, {**(kinds or {}), **aspects}, values)
@@ -321,7 +321,7 @@ class Comparer:
             changed = [size for size in sizes if size is not None]
             yield PartChange(name, len(sizes), len(changed), max(changed, default=0.0), layers)
 
-    def _different(self, a: Tensor, b: Tensor) -> tuple[Aspects, ValueDifference | None]:
+    def _aspects_of(self, a: Tensor, b: Tensor) -> tuple[Aspects, ValueDifference | None]:
         """The aspects in which two tensors differ, and by how much their values do."""
         is_same, values = True, None
         aspects = {
@@ -359,7 +359,7 @@ class Comparer:
 
 
 def _bare_modules(metadata: dict[Any, Any]) -> dict[Any, Any]:
-    """A state dict's `_metadata` by the modules' own paths; a wrapper's entry gives way to the one of what it wraps."""
+    """A state dict's `_metadata` by the modules' own paths; the wrapped module's entry replaces the wrapper's."""
     return {
         without_wrappers(f"{path}.weight").rpartition(".")[0] if type(path) is str else path: value
         for path, value in metadata.items()
@@ -385,7 +385,7 @@ def _scalar(node: Any) -> Any:
     return None if isinstance(value, (Object, Set, Array, LongValue, dict, list, tuple)) else value
 
 
-def _comparable(key: Any, counts: Counter[str]) -> Any:
+def _comparison_key(key: Any, counts: Counter[str]) -> Any:
     """A key in a form that compares equal in both files: a text or integer itself, others by type, an inert object as
     its text and its place among those with the same."""
     if type(key) is str or type(key) is int:
@@ -417,7 +417,7 @@ def _same_plain(a: Any, b: Any) -> bool:
 
 
 def _in_python_3(value: Any) -> Any:
-    """A name as Python 3 spells it, whatever the protocol that it was written in; anything else as it is."""
+    """A name as Python 3 spells it, whichever pickle protocol wrote it; anything else as it is."""
     return Global(*in_python_3(value)) if type(value) is Global else value
 
 

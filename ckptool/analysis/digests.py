@@ -75,7 +75,7 @@ def _json(value: Any) -> str:
 
 
 def table(tensors: Iterable[TensorDigest], at: str = "", remark: str = "") -> Digests:
-    """The digests of a root, in this order, with that of them all."""
+    """The digests of a root, in this order, with the digest of them all."""
     rows = tuple(tensors)
     root = hashlib.sha256("".join(f"{row.line()}\n" for row in rows).encode()).hexdigest()
     return Digests(at, remark, root, rows)
@@ -115,7 +115,7 @@ def tensor_digests(root: Any, pairs: Sequence[tuple[Path, Tensor]]) -> list[Tens
     for path, tensor in pairs:  # of what is no plain tensor, its kind before the type of its elements
         dtype = tensor.dtype.name if tensor.dtype else "?"
         dtype = dtype if isinstance(tensor, TensorEntry) else f"{tensor.kind} {dtype}"
-        keys = [_key(segment) for segment in path]
+        keys = [_key_json(segment) for segment in path]
         rows.append(TensorDigest(keys[0] if len(keys) == 1 else keys, dtype, tensor.shape, digests[_view(tensor)]))
     return rows
 
@@ -152,7 +152,7 @@ def tensor_digest(tensor: Tensor) -> str:
             elif isinstance(node, LongValue):
                 facts = ["bytes", sha256_of(node.data).hexdigest()]
             else:
-                facts = [type(node).__name__, len(parts)] if parts else _key(node)
+                facts = [type(node).__name__, len(parts)] if parts else _key_json(node)
             sha256.update(b"missing\n" if node is MISSING else f"{_json(facts)}\n".encode())
             stack += [node.made] if isinstance(node, Composite) else reversed(parts)
         return sha256.hexdigest()
@@ -164,11 +164,11 @@ def tensor_digest(tensor: Tensor) -> str:
     return sha256.hexdigest()
 
 
-def _key(key: Any) -> Any:
+def _key_json(key: Any) -> Any:
     if key is None or type(key) in (str, int, bool):
         return key
     if type(key) is tuple:
-        return {"tuple": [_key(part) for part in key]}
+        return {"tuple": [_key_json(part) for part in key]}
     if type(key) is float:
         return {"float": key.hex()}
     if isinstance(key, (bytes, bytearray)):

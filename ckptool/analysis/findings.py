@@ -53,12 +53,12 @@ class Chain:
         self._suffix: str | None = None  # of what was written last, where that is another than the input's
 
     def fill(self, command: Command) -> Command:
-        """The command for the file as the commands before left it; that for what is in memory stays as it is."""
+        """The command for the file as the commands before left it; for a checkpoint in memory, the command itself."""
         words, output, place = list[str](), "", ""
         for word in command:
             if isinstance(word, Slot) and word.startswith("OUT"):
                 suffix = self._suffix_of(words[2]) if command[1] == "recover" else ""  # of a file, maybe in a folder
-                word = output = self._free(word[3:] or suffix or None)
+                word = output = self._free_name(word[3:] or suffix or None)
             elif isinstance(word, Slot) and word.startswith("FILE"):
                 place = "/".join(part for part in (self.at, word.partition("#")[2]) if part)
                 word = f"{self.current}#{place}" if place else self.current
@@ -76,7 +76,7 @@ class Chain:
         branch.steps = []
         return branch.fill(command)
 
-    def _free(self, suffix: str | None) -> str:
+    def _free_name(self, suffix: str | None) -> str:
         self._suffix = suffix or self._suffix
         path = self.original or "checkpoint"
         name = os.path.basename(path)
@@ -104,8 +104,8 @@ class Chain:
 
 
 def runnable(notes: Iterable[Note], path: str, container: str) -> tuple[Note, ...]:
-    """The notes with commands that can be run one after the other: on this file, to names beside it that are not taken.
-    A command that is there twice is left out the second time, as is a fix that is no command."""
+    """The notes with commands that can be run one after the other: on this file, to free names beside it.
+    A repeated command is left out the second time, as is a fix that is no command."""
     notes = list(notes)
     chain, seen, filled = Chain(path, container=container), set[tuple[str, ...]](), list[Note]()
     # Verbs that write refuse such a file; doctor says what to do first.
@@ -223,7 +223,7 @@ _SLOTS = {word: Slot(word) for word in "FILE FOLDER MODEL OUT OUT.pt OUT.safeten
 
 @cache
 def table(name: str) -> Any:
-    """A table that lies here, `NAME.yaml`."""
+    """The table in `NAME.yaml`, which lies beside this module."""
     import yaml
 
     text = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
@@ -232,10 +232,10 @@ def table(name: str) -> Any:
 
 def commands_of(lines: Iterable[str], facts: Mapping[str, str]) -> tuple[Command, ...]:
     """The commands of a row: `ckptool convert FILE#{place} -o OUT`, each word filled in by itself."""
-    return tuple(Command(_word(word, facts) for word in shlex.split(line)) for line in lines)
+    return tuple(Command(_filled_word(word, facts) for word in shlex.split(line)) for line in lines)
 
 
-def _word(word: str, facts: Mapping[str, str]) -> str:
+def _filled_word(word: str, facts: Mapping[str, str]) -> str:
     """A word of a command, its facts filled in; in a pattern they stand for themselves."""
     if word in _SLOTS:
         return _SLOTS[word]
@@ -254,7 +254,7 @@ def finding(name: str, **facts: str) -> Finding:
 
 
 def in_order(findings: Iterable[Finding], compact: Command | None, chain: Chain) -> Iterator[Finding]:
-    """The findings in the order in which things are done, no command twice, their commands filled in by the chain.
+    """The findings in the order of their fixes, no command twice, their commands filled in by the chain.
     compact: the command that only writes the file anew; it is left out where another writes a new file anyway."""
     codes: set[str] = set()
     seen: set[tuple[Command, ...]] = set()
@@ -298,7 +298,7 @@ class KnownError(NamedTuple):
 
 @cache
 def known_errors() -> tuple[KnownError, ...]:
-    """The table; the first that matches is meant."""
+    """The rows of the table; the first that matches a message counts."""
     errors = []
     for row in table("error_texts"):
         pattern = row["seen"] if isinstance(row["seen"], str) else "|".join(row["seen"])
@@ -319,9 +319,9 @@ def recognised(text: str) -> KnownError | None:
 def first_line(text: str, error: KnownError | None = None) -> str:
     """The line of a traceback that says what happened: a known one, else one that begins as errors do."""
     lines = [line.strip() for line in text[:MAX_TEXT].splitlines() if line.strip()]
-    named = [line for line in lines if error is not None and error.pattern.search(line)]
+    matches = [line for line in lines if error is not None and error.pattern.search(line)]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b", line)]
-    return printable((named or errors or lines or [""])[0])[:200]
+    return printable((matches or errors or lines or [""])[0])[:200]
 
 
 def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = None) -> Diagnosis:

@@ -54,8 +54,8 @@ def of_layout(
     if named(contents.container).is_program:
         return
     unnamed = False
-    below = walk(contents.tree) if isinstance(contents.tree, dict) else ()
-    paths = {path[:-1] for path, _ in below if len(path) > 1 and path[-1] == 1 and path[-2] in _SHADOWS}
+    walked = walk(contents.tree) if isinstance(contents.tree, dict) else ()
+    paths = {path[:-1] for path, _ in walked if len(path) > 1 and path[-1] == 1 and path[-2] in _SHADOWS}
     for path in [(), *sorted(paths, key=str)]:  # lists of two or more tensors and nothing else
         node = item_at(contents.tree, path)
         if isinstance(node, (list, tuple)) and len(node) > 1 and all(isinstance(part, Tensor) for part in node):
@@ -84,12 +84,12 @@ def of_layout(
             reason = finding("several-weights", count=sets, names=addresses, **facts)
         else:
             averages = {other.path[0] for other in contents.roots if other.kind == state_dicts.AVERAGE and other.path}
-            beside = sorted((key for key in tops if key != root.path[0]), key=lambda key: key not in averages)
-            others = [f"{key}{' (an average)' if key in averages else ''}" for key in beside]
+            other_keys = sorted((key for key in tops if key != root.path[0]), key=lambda key: key not in averages)
+            others = [f"{key}{' (an average)' if key in averages else ''}" for key in other_keys]
             reason = finding("nested-weights", beside=f", beside {listed(others, 3)}" if others else "", **facts)
         yield replace(reason, commands=()) if root is sole else reason
     if root.module is None:
-        yield from _not_tensors(root, dropped)
+        yield from _non_tensor_finding(root, dropped)
     if root.module is None and no_model:
         if COUNTER in root.node and len(root.node) > 1:
             yield finding("averaged-counter", model="the model itself")
@@ -117,7 +117,7 @@ def not_tensors(root: StateDict) -> dict[str, Any]:
     return {k: v for k, v in entries if not isinstance(v, Tensor) and not str(k).endswith(_OF_MODULES)}
 
 
-def _not_tensors(root: StateDict, dropped: Collection[str]) -> Iterator[Finding]:
+def _non_tensor_finding(root: StateDict, dropped: Collection[str]) -> Iterator[Finding]:
     odd = {}
     for key, value in not_tensors(root).items():
         # `convert --weights-only` makes a tensor of an array, which has that command already.
@@ -131,10 +131,10 @@ def _not_tensors(root: StateDict, dropped: Collection[str]) -> Iterator[Finding]
     kinds = {key: "None" if value is None else f"a {type(value).__name__}" for key, value in odd.items()}
     kinds |= {key: value.name for key, value in odd.items() if isinstance(value, Object)}
     kinds |= {key: "a storage" for key, value in odd.items() if isinstance(value, StorageRef)}
-    shown = listed([f"{key} ({kind})" for key, kind in kinds.items()], 3)
+    examples = listed([f"{key} ({kind})" for key, kind in kinds.items()], 3)
     holds_tensors = any(isinstance(node, Tensor) for value in odd.values() for _, node in walk(value))
     name = "not-a-tensor, but holds some" if holds_tensors else "not-a-tensor"
-    reason = finding(name, count=f"{len(odd):,}", entries=entries, odd=shown)
+    reason = finding(name, count=f"{len(odd):,}", entries=entries, odd=examples)
     if any(map(state_dicts.is_optimizer, root.node.values())):  # of a run, as torchtitan saves it: nothing is wrong
         reason = replace(reason, blocks=False)
     droppable = [key for key in odd if type(key) is str and not set(".*?[]~/") & set(key) and not key.startswith("re:")]
@@ -191,7 +191,7 @@ def fit(root: StateDict, target: Target, names: Mapping[str, str]) -> Fit:
 
 
 def best_root(roots: Sequence[StateDict], target: Target) -> StateDict | None:
-    """The set of weights that fits a model best; the first of those that fit alike."""
+    """The set of weights that fits a model best; the first of those that fit equally well."""
 
     def score(root: StateDict) -> int:
         match = find_way(root, target).fit
@@ -226,28 +226,28 @@ def find_way(root: StateDict, target: Target) -> Way:
         return way
     names, improvements = way.fit.names, list[tuple[Any, Way]]()
 
-    def consider(order: tuple[Any, ...], which: str, prefix: str, tried: dict[str, str], count: int) -> None:
+    def consider(order: tuple[Any, ...], row_name: str, prefix: str, tried: dict[str, str], count: int) -> None:
         """Keeps the names with a prefix off or on, if more match that way, and at least half of `count`."""
         fits = fit(root, target, tried)
         if fits.matched > way.fit.matched and 2 * fits.matched >= count:
-            step = finding(which, prefix=prefix, model=target.name, rest=f"{len(names) - len(tried):,}")
+            step = finding(row_name, prefix=prefix, model=target.name, rest=f"{len(names) - len(tried):,}")
             improvements.append(((bool(fits.missing), *order), Way(fits, (*way.steps, step), way.unwraps)))
 
     for prefix in _prefixes(target.tensors, names):
         stripped = {name[len(prefix) :]: key for name, key in names.items() if name.startswith(prefix)}
         average = any(word in prefix.lower() for word in _AVERAGES)
-        which = "prefix, some have it" if len(stripped) < len(names) else "prefix, all have it"
-        consider((average, -len(stripped), prefix), which, prefix, stripped, len(target.tensors))
+        row_name = "prefix, some have it" if len(stripped) < len(names) else "prefix, all have it"
+        consider((average, -len(stripped), prefix), row_name, prefix, stripped, len(target.tensors))
     for prefix in () if improvements else _prefixes(names, target.tensors):
-        which = "prefix, the model is wrapped" if prefix == PEELED else "prefix, the model has it"
-        consider((), which, prefix, {prefix + name: key for name, key in names.items()}, len(names))
+        row_name = "prefix, the model is wrapped" if prefix == PEELED else "prefix, the model has it"
+        consider((), row_name, prefix, {prefix + name: key for name, key in names.items()}, len(names))
     return min(improvements, key=itemgetter(0))[1] if improvements else way
 
 
-def _prefixes(names: Iterable[str], longer: Collection[str]) -> dict[str, None]:
-    """The prefixes with which a few of the names are among the longer ones."""
+def _prefixes(names: Iterable[str], full_names: Collection[str]) -> dict[str, None]:
+    """The prefixes with which a few of the names become some of the full ones."""
     sample = list(islice(names, FEW))
-    return dict.fromkeys(long[: -len(name)] for name in sample for long in longer if long.endswith(f".{name}"))
+    return dict.fromkeys(full[: -len(name)] for name in sample for full in full_names if full.endswith(f".{name}"))
 
 
 def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
@@ -270,25 +270,25 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
     model, is_spec = {"model": target.name}, target.kind == SPEC
     if tied := [name for name in missing if name in tied_names]:
         missing = [name for name in missing if name not in tied_names]
-        which = "tied-weights, of a spec" if is_spec else "tied-weights"
-        yield finding(which, names=listed(tied, 3), first=tied[0], **model)
+        row_name = "tied-weights, of a spec" if is_spec else "tied-weights"
+        yield finding(row_name, names=listed(tied, 3), first=tied[0], **model)
     if missing or extra:
         sides = (("missing", missing), ("unexpected", extra))
         parts = [f"{len(odd):,} {form(len(odd), 'is', 'are')} {word} ({listed(odd, 2)})" for word, odd in sides if odd]
-        which = "keys-differ, and shapes" if shapes else "keys-differ"
-        which = which if way.fit.matched > len(shapes) else "keys-differ, all of them"
-        yield finding(which, count=counted(len(target.tensors), "key"), differ=" and ".join(parts), **model)
+        row_name = "keys-differ, and shapes" if shapes else "keys-differ"
+        row_name = row_name if way.fit.matched > len(shapes) else "keys-differ, all of them"
+        yield finding(row_name, count=counted(len(target.tensors), "key"), differ=" and ".join(parts), **model)
     if shapes:
         unequal = [(name, root.node[names[name]], target.tensors[name]) for name in shapes if name in names]
-        differ = listed([f"{name} {_shape(have)} against {_shape(want)}" for name, have, want in unequal], 3)
-        which = "shape-mismatch, alone" if is_spec or way.fit.matched <= len(shapes) else "shape-mismatch"
+        differ = listed([f"{name} {_shape_text(have)} against {_shape_text(want)}" for name, have, want in unequal], 3)
+        row_name = "shape-mismatch, alone" if is_spec or way.fit.matched <= len(shapes) else "shape-mismatch"
         ways = [f"{name}={how}" for name, *two in unequal if (how := of_positions(name, *(side.shape for side in two)))]
-        is_grid = bool(ways) and which == "shape-mismatch"
-        which += ", of positions" if is_grid else ""
-        reason = finding(which, count=counted(len(shapes), "tensor has", "tensors have"), shapes=differ, **model)
+        is_grid = bool(ways) and row_name == "shape-mismatch"
+        row_name += ", of positions" if is_grid else ""
+        reason = finding(row_name, count=counted(len(shapes), "tensor has", "tensors have"), shapes=differ, **model)
         line = command("warm-start", FILE, against=target.name, resize=ways, on_mismatch="skip", out=OUT)
         yield replace(reason, commands=(line,)) if is_grid else reason
 
 
-def _shape(tensor: Any) -> str:
+def _shape_text(tensor: Any) -> str:
     return str(list(tensor.shape)) if tensor.shape is not None else "[?]"

@@ -63,7 +63,7 @@ def text_for_git(path: str) -> list[str]:
         source = Source(path)
     try:
         with unchanged(source):
-            return sorted(_lines(source))
+            return sorted(_content_lines(source))
     except FileProblem:
         raise
     except CkptoolError as error:
@@ -75,7 +75,7 @@ def text_for_git(path: str) -> list[str]:
         return [f"{error.code}: {message}", f"{source.size:,} bytes  {_digest(source)}"]
 
 
-def _lines(source: Source) -> Iterator[str]:
+def _content_lines(source: Source) -> Iterator[str]:
     checkpoint = formats.read_alone(source)
     contents = listing(checkpoint)
     pairs = [(row.path, row.tensor) for row in contents.tensors]
@@ -88,7 +88,7 @@ def _lines(source: Source) -> Iterator[str]:
         holder = row.path if isinstance(row.value, Object) and not isinstance(expand(row.value), Object) else None
         array = array_entry(row.value)
         if array is None:
-            yield f"{printable(row.address) or WHOLE}  {_value(row.value)}"
+            yield f"{printable(row.address) or WHOLE}  {_value_line(row.value)}"
         else:
             pairs.append((row.path, array))
             kinds.append("numpy ")
@@ -101,14 +101,14 @@ def _lines(source: Source) -> Iterator[str]:
         yield f"… and {more}, in a file with the digest  {_digest(source)}"
     for key, value in contents.metadata.items() if formats.named(checkpoint.container).tensors_only else ():
         if not re.match(r"format$|ckptool\.", str(key)):  # which say who wrote a file, and not what is in it
-            yield f"metadata {printable(str(key))}  {_value(value)}"
+            yield f"metadata {printable(str(key))}  {_value_line(value)}"
 
 
 def _digest(source: Source) -> str:
     return sha256_of(FileRange(source, 0, source.size)).hexdigest()[:DIGITS]
 
 
-def _value(value: Any) -> str:
+def _value_line(value: Any) -> str:
     """A value in a line; with a digest where the line cannot hold all of it."""
     content: Any = expand(value) if isinstance(value, Object) else value
     while isinstance(content, (StorageRef, Storage, Array, LongValue)):

@@ -277,8 +277,8 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     places: dict[int, Path] = {}  # of containers, the first of each
     repeat: Path | None = None
     unlisted = 0
-    for below, node in walk(tree):
-        path = base + below
+    for relative, node in walk(tree):
+        path = base + relative
         if repeat is not None and path[: len(repeat)] != repeat:
             repeat = None
         if isinstance(node, TensorEntry):
@@ -305,16 +305,16 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     roots = find_state_dicts(replace(checkpoint, tree=tree))
     roots = [replace(root, path=base + root.path) for root in roots] if base else roots
     modules = {root.path: root for root in roots if root.module is not None}
-    owner, named = owners(modules.values()), list[TensorRow]()
+    owner, renamed = owners(modules.values()), list[TensorRow]()
     for row in rows if modules else ():  # those of whole modules under the names of their state dicts
         if (place := owner(row.path)) is None:
-            named.append(row)
+            renamed.append(row)
         elif (root := modules.pop(place, None)) is not None:  # its first row
             pairs = (((*root.path, key), value) for key, value in root.node.items())
             for path, tensor in (*pairs, *state_dicts.unnamed_tensors(root)):
                 index = numbers[id(tensor.storage)] if isinstance(tensor, TensorEntry) else None
-                named.append(TensorRow(path, tensor, index))
-    rows = named or rows
+                renamed.append(TensorRow(path, tensor, index))
+    rows = renamed or rows
     return Listing(
         file=(source.shown if isinstance(source, Folder) else source.path) if source else "",
         container=checkpoint.container,
@@ -342,8 +342,8 @@ def matching_only(contents: Listing, only: Sequence[str]) -> Listing:
     if not only:
         return contents
     owner = owners(contents.roots)
-    every: list[TensorRow | EntryRow] = [*contents.tensors, *contents.entries]
-    names = {id(row): {row.address, address(row.path[len(owner(row.path) or ()) :])} for row in every}
+    candidates: list[TensorRow | EntryRow] = [*contents.tensors, *contents.entries]
+    names = {id(row): {row.address, address(row.path[len(owner(row.path) or ()) :])} for row in candidates}
     chosen = selected(set().union(*names.values()), only)
     rows = tuple(row for row in contents.tensors if names[id(row)] & chosen)
     # A pattern asks by name: parts of what stands in an earlier place, too, are printed.
@@ -358,11 +358,11 @@ def matching_only(contents: Listing, only: Sequence[str]) -> Listing:
 def with_statistics(contents: Listing, stats: Mapping[str, Statistics], path: str) -> Listing:
     """The listing with statistics, by address, and its notes with commands that can be run on the file."""
     rows = [replace(row, statistics=stats.get(row.address)) for row in contents.tensors] if stats else contents.tensors
-    bad = [place for place, values in stats.items() if values.nans or values.infs]
+    non_finite = [place for place, values in stats.items() if values.nans or values.infs]
     notes = runnable(contents.notes, path, contents.container)
-    if bad:
-        share = f"{len(bad):,} of {counted(len(rows), 'tensor')} {form(len(bad), 'holds', 'hold')}"
-        notes = (Note("non-finite", f"{share} NaN or Inf: {listed(bad, 3)}"), *notes)
+    if non_finite:
+        share = f"{len(non_finite):,} of {counted(len(rows), 'tensor')} {form(len(non_finite), 'holds', 'hold')}"
+        notes = (Note("non-finite", f"{share} NaN or Inf: {listed(non_finite, 3)}"), *notes)
     return replace(contents, tensors=tuple(rows), notes=notes)
 
 
@@ -422,9 +422,9 @@ def _notes(checkpoint: Checkpoint, roots: Sequence[StateDict], rows: Sequence[Te
         parameters = {name for names in lists for name in names if type(name) in (int, str)}
         missing = [key for key in state if key not in parameters]
         if missing and groups:
-            which = listed([str(key)[:100] for key in missing])
+            examples = listed([str(key)[:100] for key in missing])
             count = f"{len(missing):,} of {counted(len(state), 'state')} {form(len(missing), 'belongs', 'belong')}"
-            yield Note("optimizer-mismatch", f"{root.address or 'the file'}: {count} to no parameter: {which}")
+            yield Note("optimizer-mismatch", f"{root.address or 'the file'}: {count} to no parameter: {examples}")
     yield from quantized_notes(checkpoint, roots)
     arrays = state_dicts.array_state_dicts(checkpoint.tree) if not any(root.is_model for root in roots) else []
     if arrays:

@@ -67,7 +67,7 @@ class Branch:
 
     @property
     def is_tied(self) -> bool:
-        """True for a tensor that is the memory of another, which counts its bytes."""
+        """True for a tensor that shares the memory of another, which counts its bytes."""
         return self.times == 1 and self.leaf in self.part.tied
 
     @property
@@ -150,15 +150,15 @@ def outline(part: PartSummary, lines: int, depth: int | None) -> Branch:
         level, _, _, branch = heapq.heappop(queue)
         if depth is not None and level == depth:
             break
-        below = [_compressed(child, 0 if branch is top else branch.depth) for child in branch.children]
-        if len(below) > (lines if depth is None else LINES):
+        children = [_compressed(child, 0 if branch is top else branch.depth) for child in branch.children]
+        if len(children) > (lines if depth is None else LINES):
             if depth is None and branch is not top:
                 continue
-            branch.hidden = max(len(below) - SHOWN, 0)
-            below = below[:SHOWN]
-        branch.expanded = below
-        lines -= len(below)
-        for child in below:
+            branch.hidden = max(len(children) - SHOWN, 0)
+            children = children[:SHOWN]
+        branch.expanded = children
+        lines -= len(children)
+        for child in children:
             if child.leaf is None:
                 count += 1
                 heapq.heappush(queue, (level + 1, -child.size, count, child))

@@ -53,7 +53,7 @@ def refuse_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], report: LoadRe
 
 
 def _refusal(checkpoint: Checkpoint, quant: Quantized, action: str) -> Unsupported:
-    fix = command("cast", input_of(checkpoint.source), dtype="bf16", dequantize=True, out=_out(checkpoint))
+    fix = command("cast", input_of(checkpoint.source), dtype="bf16", dequantize=True, out=_output_slot(checkpoint))
     what = f"{checkpoint.source or 'the checkpoint'} is quantized: {listed([*quant.lines(), *quant.problems], 3)}"
     why = f"{action} without their scales, its codes would be wrong weights. Nothing was written."
     return Unsupported(what, why, "" if quant.problems else f"Compute the weights: {fix}")
@@ -66,7 +66,7 @@ def quantized_notes(checkpoint: Checkpoint, roots: Sequence[StateDict]) -> Itera
             continue
         quant = quantized_in(checkpoint, root.node)
         if quant.weights:
-            fix = command("cast", FILE, dtype="bf16", dequantize=True, out=_out(checkpoint))
+            fix = command("cast", FILE, dtype="bf16", dequantize=True, out=_output_slot(checkpoint))
             facts = [weight.facts for weight in quant.weights if "forms" in weight.facts]
             # With zero points that are not all the same, only the configuration says what they stand for.
             unsettled = any(not fact["forms"] and fact["symmetric"] is not True for fact in facts)
@@ -76,5 +76,5 @@ def quantized_notes(checkpoint: Checkpoint, roots: Sequence[StateDict]) -> Itera
             yield Note("quantized-unknown", listed(quant.problems, 4))
 
 
-def _out(checkpoint: Checkpoint) -> Slot:
+def _output_slot(checkpoint: Checkpoint) -> Slot:
     return OUT_SAFETENSORS if isinstance(checkpoint.source, Folder) else OUT

@@ -112,15 +112,15 @@ class ScannedFile:
         return self.state not in (GOOD, MEMBER)
 
     def row(self, name: str) -> tuple[str, ...]:
-        """What a table says of it; red where something is wrong."""
+        """Its cells in a table; red where something is wrong."""
         if self.is_good:
             members = [f"{self.members:,} of {counted(self.members, 'member')}"] if self.members else []
-            about = ", ".join((*([self.part.label] if self.part else members), *self.holds, *self.notes))
+            detail = ", ".join((*([self.part.label] if self.part else members), *self.holds, *self.notes))
         else:  # without its name, which stands at the beginning of the row
             path = printable(self.path)
-            about = self.problem[len(path) :].lstrip(": ") if self.problem.startswith(path) else self.problem
+            detail = self.problem[len(path) :].lstrip(": ") if self.problem.startswith(path) else self.problem
         progress = ("" if number is None else f"{number:,}" for number in (self.step, self.epoch))
-        cells = (name, self.state, *progress, size(self.bytes), age(time.time() - self.modified), about)
+        cells = (name, self.state, *progress, size(self.bytes), age(time.time() - self.modified), detail)
         return tuple(map(red, cells)) if self.is_wrong else cells
 
     def told(self) -> Told:
@@ -245,22 +245,22 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
     """Looks at every checkpoint below a folder, or at one file, without running anything; see the verb."""
     name = named_urls(os.fspath(path))
     if not folder_at(name):
-        row = _row(full, name)
+        row = _file_row(full, name)
         return Scan(name, False, 0, row if row.is_good else None, "", full, latest_only, (row,))
     entries = list(_files(name))
     files = {file: is_named for file, is_named in entries if is_named is not None}
     rows = []
     nbytes = (lambda file: size_at(file)[0]) if full else (lambda _: 1)
-    with closing(in_turn(partial(_row, full), list(files), jobs, nbytes)) as tasks:
+    with closing(in_turn(partial(_file_row, full), list(files), jobs, nbytes)) as tasks:
         for file, task in zip(files, tasks, strict=True):
             try:
                 rows.append(task())
             except CkptoolError as error:
-                rows.append(_damaged(file, error))
+                rows.append(_damaged_row(file, error))
             except Exception as bug:  # noqa: BLE001 (whatever goes wrong in one file says nothing about the others)
                 what = f"ckptool could not judge it ({type(bug).__name__}: {bug!s})"
                 why = "That is a bug in ckptool; nothing is known of the file."
-                rows.append(_damaged(file, Corrupt(what, why)))
+                rows.append(_damaged_row(file, Corrupt(what, why)))
     for row in [row for row in rows if not (files[row.path] or row.calls)]:
         source = Source(row.path) if row.state in ("corrupt", "truncated") else None
         if source is None or not reaches_a_call(FileRange(source, 0, source.size)):  # before the damage
@@ -338,7 +338,7 @@ def _is_checkpoint(path: str) -> bool:
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-def _row(full: bool, path: str) -> ScannedFile:
+def _file_row(full: bool, path: str) -> ScannedFile:
     """The row of a checkpoint, with the step that its metadata or a file beside it states."""
     checkpoint = formats.read(path)
     contents = listing(checkpoint)
@@ -385,7 +385,7 @@ def _row(full: bool, path: str) -> ScannedFile:
     return ScannedFile(path, state, problem, part, count, checkpoint.container, *facts, is_model)
 
 
-def _damaged(path: str, error: CkptoolError) -> ScannedFile:
+def _damaged_row(path: str, error: CkptoolError) -> ScannedFile:
     """The row of a file that could not be opened, or is damaged."""
     return ScannedFile(path, error.code, error.what, None, 0, "", *_progress(None, path), *size_at(path), (), (), ())
 

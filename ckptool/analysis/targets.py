@@ -80,7 +80,7 @@ class Target:
 
     @property
     def as_it_loads(self) -> Target:
-        """The same under the names that `load_state_dict` of the wrapped model wants."""
+        """The same target under the names that `load_state_dict` of the wrapped model expects."""
         prefix, tensors = self.wrapper, {}
         for name, expected in self.tensors.items():
             tied_to = None if expected.tied_to is None else prefix + expected.tied_to
@@ -128,7 +128,7 @@ def tie_groups(tensors: Iterable[Expected]) -> dict[str, list[str]]:
 
 
 def is_spec(raw: bytes) -> bool:
-    """True if bytes that begin a file begin a spec, of whatever version."""
+    """True if these first bytes of a file begin a spec, of any version."""
     return raw.lstrip()[:1] == b"{" and b'"' + SPEC_SCHEMA.encode() in raw[:4096]
 
 
@@ -200,16 +200,16 @@ def accepted(
     renamed, supplied, dropped = dict[str, str](), list[str](), list[str]()
     for name in missing:
         *outer, last = name.split(".")
-        old, around = ".".join([*outer[:-2], *outer[-1:]]), name.removesuffix(f"bn.{last}")
-        gamma, mean = free.get(f"{around}gamma") if outer[-1:] == ["bn"] else None, _mean_beside(name)
+        old, module = ".".join([*outer[:-2], *outer[-1:]]), name.removesuffix(f"bn.{last}")
+        gamma, mean = free.get(f"{module}gamma") if outer[-1:] == ["bn"] else None, _mean_beside(name)
         is_norm = last in _WEIGHT_NORM and outer[-2:-1] == ["parametrizations"]
         if is_norm and f"{old}_g" in free and f"{old}_v" in free:
             renamed[name] = free[old + _WEIGHT_NORM[last]]
-        elif gamma and f"{around}{_FUSED.get(last, '?')}" in free and _version(metadata, gamma) < 2:
-            renamed[name] = free[around + _FUSED[last]]
+        elif gamma and f"{module}{_FUSED.get(last, '?')}" in free and _version(metadata, gamma) < 2:
+            renamed[name] = free[module + _FUSED[last]]
         elif last == COUNTER and (key := renamed.get(mean) or pairs.get(mean)) and _version(metadata, key) < 2:
             # The fused module around a `bn`, of version 1, misses the counter before the BatchNorm supplies it.
-            quantizer = pairs.get(f"{around}weight_fake_quant.scale", "")
+            quantizer = pairs.get(f"{module}weight_fake_quant.scale", "")
             supplied += [name] if not quantizer or _version(metadata, quantizer.removesuffix(".scale")) >= 2 else []
         elif last == "eps" and (low := pairs.get(".".join([*outer, "min_val"]))) and _version(metadata, low) < 2:
             supplied.append(name)  # of an observer
@@ -231,7 +231,7 @@ def _mean_beside(counter: str) -> str:
 
 
 def _version(metadata: Any, key: str) -> int:
-    """The version that the module of a key had when it was saved; 0 where nothing says it."""
+    """The version of a key's module when it was saved; 0 where it is not recorded."""
     facts = metadata.get(key.rpartition(".")[0]) if isinstance(metadata, Mapping) else None
     version = facts.get("version") if isinstance(facts, Mapping) else None
     return version if type(version) is int else 0

@@ -61,7 +61,7 @@ class TensorPicture:
 def statistics(entry: TensorEntry) -> Statistics:
     """Reads the tensor once, in chunks, and returns its statistics. Raises `Unsupported` for packed types."""
     view, times = without_repeats(entry)
-    return _read(in_storage_order(view) or view, times)
+    return _statistics_of(in_storage_order(view) or view, times)
 
 
 def detail(tensors: int) -> tuple[int, int]:
@@ -83,12 +83,12 @@ def values_of(entry: TensorEntry, side: int, sample: int) -> Values:
     side: of the thumbnail, 0 for none.  sample: values in the histogram."""
     view, times = without_repeats(entry)
     sketch = _Sketch(view, side, sample)
-    stats = _read(view, times, sketch)
+    stats = _statistics_of(view, times, sketch)
     return Values(stats, sketch.picture(stats), sketch.zero_rows if view is entry and len(entry.shape) > 1 else None)
 
 
-def _read(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Statistics:
-    """The statistics of a tensor that shows each of its values so many times; a sketch takes each part as it comes.
+def _statistics_of(entry: TensorEntry, times: int, sketch: _Sketch | None = None) -> Statistics:
+    """The statistics of a tensor that repeats each of its values `times` times; a sketch is given each chunk.
     Chunks are merged as in Chan, Golub, LeVeque, "Updating formulae" (1979)."""
     import numpy
 
@@ -150,10 +150,10 @@ class _Sketch:
         step = max(1, -(-count // values))
         while step > 1 and gcd(step, count) > 1:  # else only some of the columns would be seen
             step += 1
-        self.step, self.place, self.sample = step, 0, list[Array]()
+        self.step, self.position, self.sample = step, 0, list[Array]()
         self.zero_rows, self.is_zero = 0, False  # is_zero: so far, of a row that comes in parts
         # Where the blocks of rows and of columns begin; and of each block the sum, and what is not finite.
-        self.tops, self.lefts = _starts(self.rows, side), _starts(self.row, side)
+        self.tops, self.lefts = _part_starts(self.rows, side), _part_starts(self.row, side)
         self.sums, self.missing = numpy.zeros((2, len(self.tops), len(self.lefts)))
 
     def add(self, values: Array, zero: Array, zeros: int, doubles: Array | None) -> None:
@@ -161,9 +161,9 @@ class _Sketch:
         doubles: the same in f64; None where one of them is not finite."""
         import numpy
 
-        count, (top, left) = len(values), divmod(self.place, self.row)
-        self.sample.append(values[-self.place % self.step :: self.step].copy())
-        self.place += count
+        count, (top, left) = len(values), divmod(self.position, self.row)
+        self.sample.append(values[-self.position % self.step :: self.step].copy())
+        self.position += count
         lines = max(1, count // self.row)
         if count < self.row:
             self.is_zero = zeros == count and (left == 0 or self.is_zero)
@@ -172,13 +172,13 @@ class _Sketch:
             self.zero_rows += int(zero.reshape(lines, -1).all(axis=1).sum())
         if not self.tops:
             return
-        (y, tops), (x, lefts) = _within(self.tops, top, lines), _within(self.lefts, left, count // lines)
+        (y, tops), (x, lefts) = _parts_from(self.tops, top, lines), _parts_from(self.lefts, left, count // lines)
         blocks = slice(y, y + len(tops) - 1), slice(x, x + len(lefts) - 1)
         if doubles is None:
             not_finite = ~numpy.isfinite(values)
-            self.missing[blocks] += _sums(not_finite.astype(numpy.float64), tops, lefts)
+            self.missing[blocks] += _block_sums(not_finite.astype(numpy.float64), tops, lefts)
             doubles = numpy.where(not_finite, 0, values).astype(numpy.float64)
-        self.sums[blocks] += _sums(doubles, tops, lefts)
+        self.sums[blocks] += _block_sums(doubles, tops, lefts)
 
     def picture(self, statistics: Statistics) -> TensorPicture:
         """The picture; the bins of its histogram are between the least and the greatest value of all."""
@@ -202,24 +202,24 @@ class _Sketch:
         if not self.tops:
             return TensorPicture(counts, count, tuple(quantiles.tolist()), ())
         with numpy.errstate(all="ignore"):
-            means = self.sums / (_areas([*self.tops, self.rows], [*self.lefts, self.row]) - self.missing)
+            means = self.sums / (_block_areas([*self.tops, self.rows], [*self.lefts, self.row]) - self.missing)
         rows = tuple(tuple(mean if isfinite(mean) else None for mean in row) for row in means.tolist())
         return TensorPicture(counts, count, tuple(quantiles.tolist()), rows)
 
 
-def _starts(count: int, side: int) -> list[int]:
-    """The first of each of at most `side` equal parts of so many."""
+def _part_starts(count: int, side: int) -> list[int]:
+    """The first index of each of at most `side` equal parts of `count`."""
     parts = min(count, side)
     return [number * count // parts for number in range(parts)]
 
 
-def _within(starts: list[int], first: int, count: int) -> tuple[int, list[int]]:
-    """The part that `first` is in; and where it and the parts after it begin in the `count` from there, and its end."""
+def _parts_from(starts: list[int], first: int, count: int) -> tuple[int, list[int]]:
+    """The part that `first` is in; and the boundaries of the parts within the `count` from there, relative to it."""
     number = bisect_right(starts, first) - 1
     return number, [0, *(start - first for start in starts[number + 1 : bisect_left(starts, first + count)]), count]
 
 
-def _sums(values: Array, tops: list[int], lefts: list[int]) -> Array:
+def _block_sums(values: Array, tops: list[int], lefts: list[int]) -> Array:
     """The sums of the blocks between these rows and these columns."""
     import numpy
 
@@ -229,7 +229,7 @@ def _sums(values: Array, tops: list[int], lefts: list[int]) -> Array:
     return numpy.add.reduceat(lines, lefts[:-1], axis=1)
 
 
-def _areas(tops: list[int], lefts: list[int]) -> Array:
+def _block_areas(tops: list[int], lefts: list[int]) -> Array:
     import numpy
 
     return numpy.outer(numpy.diff(tops), numpy.diff(lefts))
@@ -307,7 +307,7 @@ class _Comparison:
         if self.packed and not self.same_type:
             raise UsageError(f"cannot compare the values of {a.dtype.name} with those of {b.dtype.name}: one is packed")
 
-    def add(self, place: int, x: Array, y: Array) -> None:
+    def add(self, offset: int, x: Array, y: Array) -> None:
         import numpy
 
         if self.same_type:
@@ -316,14 +316,14 @@ class _Comparison:
             else:
                 differs = scratch("mask", "?", len(x) // size)
                 numpy.not_equal(x.view(f"u{size}"), y.view(f"u{size}"), out=differs)
-            self._count(place, differs)
+            self._count_changed(offset, differs)
         if self.packed:
             return
         x, y = numbers(x, self.a.dtype, "wide a"), numbers(y, self.b.dtype, "wide b")
         if x.dtype.kind in "biu" and y.dtype.kind in "biu":
             distance, x, y = _integer_distance(x, y)
             if not self.same_type:
-                self._count(place, distance != 0)
+                self._count_changed(offset, distance != 0)
             self.max_abs = max(self.max_abs, int(distance.max()))
             x, y, distance = (values.astype(numpy.float64) for values in (x, y, distance))
             self._add_finite(x, y, distance, distance)
@@ -331,20 +331,20 @@ class _Comparison:
         if not self.same_type:
             common = numpy.result_type(x, y)
             x, y = x.astype(common, copy=False), y.astype(common, copy=False)
-            self._count(place, ~_same_values(x, y))
+            self._count_changed(offset, ~_same_values(x, y))
         if x.dtype != numpy.float32 or not self._add_single(x, y):
             self._add_double(x, y)
 
-    def _count(self, place: int, differs: Array) -> None:
+    def _count_changed(self, offset: int, differs: Array) -> None:
         import numpy
 
         changed = int(numpy.count_nonzero(differs))
         if changed and self.first is None:
-            self.first = place + int(differs.argmax())
+            self.first = offset + int(differs.argmax())
         self.changed += changed
 
     def _add_single(self, x: Array, y: Array) -> bool:
-        """Adds f32 values, in f32 as far as no digit of the result is lost; False if not all are finite."""
+        """Adds f32 values, in f32 where that loses no digit of the result; False if not all are finite."""
         import numpy
 
         distance = numpy.subtract(x, y, out=scratch("distance", "f4", len(x)))
@@ -403,13 +403,13 @@ class _Comparison:
         self.sum_rel += total(relative)
 
     def result(self, order: Sequence[int]) -> ValueDifference:
-        """The result. `order`: the dimensions of the tensor those of the compared view are."""
+        """The result. `order`: for each dimension of the compared view, the dimension of the tensor."""
         import numpy
 
         first = None
         if self.first is not None:
-            place = dict(zip(order, map(int, numpy.unravel_index(self.first, self.a.shape)), strict=True))
-            first = tuple(place[axis] for axis in range(len(place)))
+            index = dict(zip(order, map(int, numpy.unravel_index(self.first, self.a.shape)), strict=True))
+            first = tuple(index[axis] for axis in range(len(index)))
         lengths = sqrt(self.aa) * sqrt(self.bb)
         return ValueDifference(
             changed=self.changed,

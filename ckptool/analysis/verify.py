@@ -85,7 +85,7 @@ class Problem:
 
 
 def problem_of(error: CkptoolError, *place: Any) -> Problem:
-    """What an error says.  place: the record, the offset, the tensors."""
+    """The problem that an error states.  place: the record, the offset, the tensors."""
     return Problem(error.code, error.what, error.why, *place)
 
 
@@ -230,10 +230,10 @@ def verified(
     except _DAMAGE as error:
         if isinstance(input, Checkpoint) or (isinstance(input, Folder) and len(sharded.checkpoints_in(input)) > 1):
             raise  # none of them was looked at, so none is called damaged
-        return _damaged(input, error), None
+        return _damaged_report(input, error), None
     source = checkpoint.source if isinstance(input, Checkpoint) else input
     part = checkpoint if at is None else part_of(checkpoint, at)
-    report = _checked(source, part, jobs)
+    report = _verify_data(source, part, jobs)
     if isinstance(source, Folder) and not part.base:
         unsafe = (note for note in use_notes(checkpoint) if note.code in ("unsafe-global", "not-judged"))
         report = replace(report, notes=(*report.notes, *unsafe))
@@ -243,13 +243,13 @@ def verified(
     return report, checkpoint
 
 
-def _checked(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Verification:
-    """A file, or a folder with its members, each of which is read as a file of its own."""
+def _verify_data(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Verification:
+    """The verification of a file, or of a folder with its members, each of which is read as a file of its own."""
     folder = source if isinstance(source, Folder) and not checkpoint.base else None
     layout = members.members_of(checkpoint, folder) if folder is not None else None
     names = layout.names if layout is not None else ()
     excluded = {name.partition("/")[0] for name in names}
-    problems, extent, checked, nbytes = _without_members(checkpoint, excluded)
+    problems, extent, checked, nbytes = _data_problems(checkpoint, excluded)
     # A file that was recovered is not what was once written, whatever its checksums say.
     recovered = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
     for note in marks.recovered_notes(checkpoint.metadata):
@@ -260,7 +260,7 @@ def _checked(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Ve
     files = len(checkpoint.source.files) if isinstance(checkpoint.source, Folder) else 1
     if folder is not None:
         top_names = {name.partition("/")[0] for name in folder.files}
-        with closing(in_turn(partial(_member, folder), names, jobs)) as tasks:
+        with closing(in_turn(partial(_verify_member, folder), names, jobs)) as tasks:
             for name, task in zip(names, tasks, strict=True):
                 try:
                     member = task()
@@ -298,7 +298,7 @@ def _checked(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -> Ve
     )
 
 
-def _without_members(checkpoint: Checkpoint, excluded: Set[str]) -> tuple[list[Problem], str, int, int]:
+def _data_problems(checkpoint: Checkpoint, excluded: Set[str]) -> tuple[list[Problem], str, int, int]:
     """What is wrong with the data of a checkpoint, except in the files and folders of these names; how much of it has
     checksums; and how many stretches were compared with theirs, and their bytes."""
     problems, seen = list[Problem](), set[int]()
@@ -335,19 +335,19 @@ def _without_members(checkpoint: Checkpoint, excluded: Set[str]) -> tuple[list[P
     return problems + wrong, extent, checked + count, nbytes + summed
 
 
-def _member(folder: Folder, name: str) -> Verification:
+def _verify_member(folder: Folder, name: str) -> Verification:
     path = os.path.join(folder.path, name)
     if name.endswith(".json"):
         members.open_member(folder, name)
         return Verification(path, "json")
     if folder_at(path):
-        return _checked(Folder(path), members.open_member(folder, name))
+        return _verify_data(Folder(path), members.open_member(folder, name))
     source = Source(path)
     source.share_descriptors()  # there may be thousands of ranks
     try:
-        return _checked(source, formats.read_alone(source))
+        return _verify_data(source, formats.read_alone(source))
     except _DAMAGE as error:
-        return _damaged(source, error)
+        return _damaged_report(source, error)
 
 
 def _fixes(source: Input | None, container: str, problems: Sequence[Problem]) -> tuple[tuple[str, ...], ...]:
@@ -357,7 +357,7 @@ def _fixes(source: Input | None, container: str, problems: Sequence[Problem]) ->
     return (Chain(source.path, container=container).fill(command("recover", FILE, out=OUT)),)
 
 
-def _damaged(source: Input, error: CkptoolError) -> Verification:
+def _damaged_report(source: Input, error: CkptoolError) -> Verification:
     """The problems of a file that cannot be opened: why not, and every record that is lost, with its tensors."""
     from ckptool.formats.damaged import LostRecord, salvage
 
@@ -424,8 +424,8 @@ def refuse_damaged(checkpoint: Checkpoint) -> None:
     if not problems:
         return
     first, names = problems[0], [name for problem in problems for name in problem.tensors]
-    about = f", the data of {listed(names, 3)}" if names else ""
-    what = f"{checkpoint.source or 'the checkpoint'} is damaged: {first.what}{about}"
+    detail = f", the data of {listed(names, 3)}" if names else ""
+    what = f"{checkpoint.source or 'the checkpoint'} is damaged: {first.what}{detail}"
     why = "Its bytes changed after they were written, and anything made from them would be damaged too."
     raise Corrupt(what, why, f"See all of it: {command('verify', input_of(checkpoint.source))}")
 
@@ -463,34 +463,34 @@ def check_archive(archive: Archive, tree: Any) -> list[Problem]:
             owners[owner].append(place)
     problems: list[Problem] = []
     for record, total in zip(records, sums, strict=True):
-        about = (record.name, start + record.data_at, tuple(owners.get(id(record), ())))
+        location = (record.name, start + record.data_at, tuple(owners.get(id(record), ())))
         if id(record) in unconfirmed:
-            problems.append(problem_of(unconfirmed[id(record)], *about))
-        problems += _of_sum(total, record.crc, f"the record {record}", about)
+            problems.append(problem_of(unconfirmed[id(record)], *location))
+        problems += _sum_problem(total, record.crc, f"the record {record}", location)
     return problems
 
 
-def _of_sum(
-    total: int | CkptoolError, stored: int, name: str, about: tuple[str, int | None, tuple[str, ...]]
+def _sum_problem(
+    total: int | CkptoolError, stored: int, name: str, location: tuple[str, int | None, tuple[str, ...]]
 ) -> Iterator[Problem]:
     """The problem of data that could not be read, or whose CRC-32 is not the stored one."""
     if isinstance(total, CkptoolError):
-        yield problem_of(total, *about)
+        yield problem_of(total, *location)
     elif total != stored:
         why = "Its bytes changed after they were written, or its checksum did: a bad disk, memory or copy."
-        yield Problem("checksum", mismatch(name, stored, total), why, *about)
+        yield Problem("checksum", mismatch(name, stored, total), why, *location)
 
 
 def _storages_by_address(tree: Any) -> Iterator[tuple[str, Storage]]:
     """Every storage of every tensor, and those that it is computed from, with the tensor's address."""
     for path, node in walk(tree):
         for part in stored_parts(node):
-            for storage in _below(part.storage):
+            for storage in _source_storages(part.storage):
                 yield address(path), storage
 
 
-def _below(storage: Storage) -> Iterator[Storage]:
-    """A storage, those that it is computed from, and those with the same values by other ranks."""
+def _source_storages(storage: Storage) -> Iterator[Storage]:
+    """A storage, those that it is computed from, and other ranks' copies of the same values."""
     for part in storage.below():
         yield part
         for replica in part.replicas:
@@ -501,7 +501,7 @@ def check_storages(tree: Any, covered: Iterable[Source] = ()) -> tuple[list[Prob
     """The storages of a tree with checksums of their own: problems, whether all, some or none of the data in files has
     one (not what is made of other data), how many storages, their bytes. covered: files that are checked otherwise."""
     covered_ids, summed, has_sum = {id(file) for file in covered}, dict[int, Storage](), set[bool]()
-    for part in (part for storage in storages(tree) for part in _below(storage)):
+    for part in (part for storage in storages(tree) for part in _source_storages(storage)):
         if part.nbytes and not (isinstance(part.data, Computed) and part.crc is None and part.data.inputs):
             has_sum.add(part.crc is not None)
         if part.crc is not None and not (isinstance(part.data, FileRange) and id(part.data.file) in covered_ids):
@@ -515,8 +515,8 @@ def check_storages(tree: Any, covered: Iterable[Source] = ()) -> tuple[list[Prob
     problems: list[Problem] = []
     for total, part in zip(sums, summed.values(), strict=True):
         file, offset = (str(part.data.file), part.data.offset) if isinstance(part.data, FileRange) else ("", None)
-        about = (file, offset, tuple(names[id(part)]))
-        problems += _of_sum(total, part.crc or 0, f"a stretch of {part.nbytes:,} bytes", about)
+        location = (file, offset, tuple(names[id(part)]))
+        problems += _sum_problem(total, part.crc or 0, f"a stretch of {part.nbytes:,} bytes", location)
     return problems, extent, len(summed), sum(part.nbytes for part in summed.values())
 
 

@@ -188,7 +188,7 @@ class LoadReport(Report):
         names = f"{len(self.loaded) + len(self.tied):,} of {counted(len(fits | others), 'name')}"
         source = bold(f"{self.source}#{self.root}" if self.root else self.source)
         yield source, " into ", bold(self.target), ": ", (green if self.accepted else red)(share), f", {names}"
-        yield self._names
+        yield self._name_tables
         yield from ((dim(note.code), f": {note.message}") for note in self.normalised)
         if self.suggestions:
             yield bold("perhaps")
@@ -209,7 +209,7 @@ class LoadReport(Report):
             yield f"{'wrote' if self.applied else 'would write'} {path} ({container}, {size(nbytes)})"
             yield from (f"  {line}" for line in details)
 
-    def _names(self, width: int | None) -> Iterator[Table]:
+    def _name_tables(self, width: int | None) -> Iterator[Table]:
         """The names of each kind, grouped exactly; on a terminal so many lines of each."""
         unchanged = [fact for fact in self.loaded if fact.how == AS_IT_IS]
         casts: dict[str, list[str]] = {}  # each pair of types, and what that does to values
@@ -228,7 +228,7 @@ class LoadReport(Report):
                 source_names = [sources[key] for key in group.keys]
                 names = ", ".join(source_group.text for source_group in grouped(source_names))
                 origin = f" (from {names})" if source_names != [*group.keys] else ""
-                misfits.append(f"{group.text}: {difference}{origin}{_times(len(group.keys))}")
+                misfits.append(f"{group.text}: {difference}{origin}{_count_suffix(len(group.keys))}")
         cast_lines = [f"{how}: {', '.join(_groups(names)[1])}" for how, names in casts.items()]
         kinds: list[tuple[str, int, list[str]]] = [
             ("loaded", *_groups(fact.target for fact in unchanged if fact.kind != BUFFER)),
@@ -248,17 +248,17 @@ class LoadReport(Report):
 
 
 def _groups(names: Iterable[str]) -> tuple[int, list[str]]:
-    """How many names there are, and their groups, each with how many it stands for where that is more than one."""
+    """The number of names, and their groups, each with its size where that is more than one."""
     texts = list(names)
-    return len(texts), [f"{group.text}{_times(len(group.keys))}" for group in grouped(texts)]
+    return len(texts), [f"{group.text}{_count_suffix(len(group.keys))}" for group in grouped(texts)]
 
 
-def _times(count: int) -> str:
+def _count_suffix(count: int) -> str:
     return f"  ({count:,})" if count > 1 else ""
 
 
 def refusal(report: LoadReport, refusals: Sequence[Refusal] | None = None) -> PlanRefused:
-    """The error that says why a plan is not carried out."""
+    """The error with the reasons why a plan is not carried out."""
     reasons = list(report.refused if refusals is None else refusals)
     outcome = "was loaded" if report.applied else "was not loaded"
     after = "It was done already; nothing was undone." if report.applied else "Nothing was changed."

@@ -26,9 +26,9 @@ def tensor_text(tensor: Tensor, part: PartSummary | None = None) -> str:
     """`f32 [64, 3, 7, 7]`, with what is unusual about it."""
     kind = "" if isinstance(tensor, TensorEntry) else f"{printable(tensor.kind)} "
     shape = "" if tensor.shape is None else str(list(tensor.shape))
-    is_odd = tensor.location != "cpu" and (part is None or len(part.locations) > 1)
+    is_unusual = tensor.location != "cpu" and (part is None or len(part.locations) > 1)
     text = f"{kind}{tensor.dtype.name if tensor.dtype else '?'} {shape}".rstrip()
-    return text + (f", {printable(tensor.location)}" if is_odd else "")
+    return text + (f", {printable(tensor.location)}" if is_unusual else "")
 
 
 def value_text(value: Any, width: int | None = 60) -> str:

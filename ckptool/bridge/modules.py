@@ -70,7 +70,7 @@ def unwrapped(model: nn.Module, averages: bool = False) -> nn.Module:
         model = inner
 
 
-def _slots(model: nn.Module) -> dict[str, _Slot]:
+def _model_slots(model: nn.Module) -> dict[str, _Slot]:
     """Every parameter and persistent buffer by name, in the order of `state_dict()`; tied ones under each name."""
     return {
         f"{prefix}.{name}" if prefix else name: _Slot(module, name, tensor)
@@ -122,7 +122,7 @@ def target_of(source: Any, name: str) -> Target:
         model = unwrapped(source)
         state = call_user_code(model.state_dict, "the target", name, keep_vars=True)
         # the prefix that wrappers around the model add to its names
-        wrapper = next((f"{place}." for place, module in source.named_modules() if module is model and place), "")
+        wrapper = next((f"{path}." for path, module in source.named_modules() if module is model and path), "")
     elif not isinstance(source, Mapping):
         what = f"{name} made {type(source).__name__}, not a torch.nn.Module"
         raise UsageError(what, "A target is a module, or a state dict.", "For example: def build(): return MyModel()")
@@ -175,7 +175,7 @@ def load_into(
         why = "It loads into an existing model, which comes first: ckptool.load_into(model, FILE)"
         raise UsageError(what, why, "To get a checkpoint's values without a model: ckptool.load(FILE)")
     bare = unwrapped(model)
-    slots = _slots(bare)
+    slots = _model_slots(bare)
     expected = _expected({key: slot.tensor for key, slot in slots.items()}, is_module=True)
     target = Target(type(bare).__name__, MODULE, expected, kinds_known=True)
     opened = Opened(checkpoint, at, "") if isinstance(checkpoint, Checkpoint) else open_file(checkpoint, at)
@@ -198,19 +198,19 @@ def load_into(
     what = f"buffers that are not saved stay on the meta device: {listed(on_meta)}"
     notes = [Note("meta-buffers", what)] if on_meta else []
     report = replace(plan.report, supplied=supplied, normalised=(*plan.report.normalised, *notes))
-    report = replace(report, refused=(*report.refused, *_refusals(report, chosen, slots, options.missing, assign)))
+    report = replace(report, refused=(*report.refused, *_live_refusals(report, chosen, slots, options.missing, assign)))
     if dry_run:
         return report
     if report.refused:
         raise refusal(report)
-    changes = list(_staged(chosen, slots, target, assign))
+    changes = list(_staged_changes(chosen, slots, target, assign))
     with torch.no_grad():
         for change in changes:
             change()
     return replace(report, applied=True)
 
 
-def _refusals(
+def _live_refusals(
     report: LoadReport,
     chosen: Mapping[str, Assignment],
     slots: Mapping[str, _Slot],
@@ -243,7 +243,7 @@ def _refusals(
         yield Refusal("read-only", what, "Replace them with new ones: assign=True")
 
 
-def _staged(
+def _staged_changes(
     chosen: Mapping[str, Assignment], slots: Mapping[str, _Slot], target: Target, assign: bool | None
 ) -> Iterator[Callable[[], None]]:
     """The change to each tensor, prepared so that all that can go wrong is done: checksums, views, mapping. Raises what

@@ -42,7 +42,7 @@ def _is_absent(location: str) -> bool:
         return False
 
 
-def _at_home(storage: torch.UntypedStorage, location: str, saved: str) -> torch.UntypedStorage:
+def _moved(storage: torch.UntypedStorage, location: str, saved: str) -> torch.UntypedStorage:
     """The storage on the device that `location` names. saved: where it was saved."""
     if location == "cpu":
         return storage
@@ -92,13 +92,13 @@ class Storages:
     def restore(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         """The storage on the device that `map_location` names. location: where it was saved."""
         if self.device is not None:
-            return _at_home(storage, str(self.device), location)
+            return _moved(storage, str(self.device), location)
         if self.map_location is None:
-            return storage if _is_absent(location) else _at_home(storage, location, location)
+            return storage if _is_absent(location) else _moved(storage, location, location)
         if isinstance(self.map_location, dict):
-            return _at_home(storage, str(self.map_location.get(location, location)), location)
+            return _moved(storage, str(self.map_location.get(location, location)), location)
         result = self.map_location(storage, location)
-        return _at_home(storage, location, location) if result is None else getattr(result, "_untyped_storage", result)
+        return _moved(storage, location, location) if result is None else getattr(result, "_untyped_storage", result)
 
     def get(self, storage: Storage, itemsize: int) -> torch.UntypedStorage:
         live = self.live.get(id(storage))
@@ -118,7 +118,7 @@ class Storages:
                 self.mapped.add(id(data))
                 data.ready()
                 return self.restore(self._map(data.file)[start : start + data.length], storage.location)
-        return self.restore(_in_memory(data, storage.crc), storage.location)
+        return self.restore(_read(data, storage.crc), storage.location)
 
     def _map(self, file: Source) -> torch.UntypedStorage:
         """The whole file, mapped once, copy-on-write; every storage in it keeps the map alive."""
@@ -135,7 +135,7 @@ class Storages:
         return self.maps[file]
 
 
-def _in_memory(data: Data, crc: int | None) -> torch.UntypedStorage:
+def _read(data: Data, crc: int | None) -> torch.UntypedStorage:
     """The bytes in memory of their own; raises `Corrupt` where their checksum is not `crc`."""
     try:
         storage: torch.UntypedStorage = untyped.UntypedStorage(data.length)
@@ -277,7 +277,7 @@ def _jagged(builder: Builder, node: Any, arguments: dict[str, Any]) -> Any:
     tensors, options = {"values", "offsets", "lengths"}, {"_ragged_idx", "_metadata_cache", "requires_grad"}
     if not isinstance(cache, dict) or not set(arguments) <= tensors | options:
         return builder.refuse(node, "a jagged nested tensor with arguments that torch does not write")
-    parts = {name: _bare(arguments[name]) for name in arguments if name in tensors}
+    parts = {name: _without_attributes(arguments[name]) for name in arguments if name in tensors}
 
     def make(*built: Any) -> Any:
         from torch.nested._internal.nested_tensor import NestedTensor
@@ -286,10 +286,10 @@ def _jagged(builder: Builder, node: Any, arguments: dict[str, Any]) -> Any:
         live["_metadata_cache"] = dict(zip(cache, built[len(parts) :], strict=True))
         return cast(Any, NestedTensor)(**live)
 
-    return builder.parts(node, (*parts.values(), *map(_bare, cache.values())), make)
+    return builder.parts(node, (*parts.values(), *map(_without_attributes, cache.values())), make)
 
 
-def _bare(part: Any) -> Any:
+def _without_attributes(part: Any) -> Any:
     """A tensor without its attributes; on parts of a nested tensor they are notes of torch's compiler."""
     if isinstance(part, Composite) and is_from_type(part):
         return BUILDERS[part.made.args[0]](part.made.args[2])

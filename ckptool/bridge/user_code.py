@@ -37,7 +37,7 @@ def import_user_code(name: str, what: str) -> Any:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name and place.split(".")[0] == error.name:
             raise UsageError(f"{what}: there is no module {place}", "It was given as your own code.") from error
-        raise _failed(what, name, error) from error
+        raise _failure(what, name, error) from error
     if not hasattr(module, attribute):
         public = sorted(member for member in vars(module) if not member.startswith("_"))
         raise UsageError(f"{what}: {place} has no {attribute}", f"It has: {listed(public, 12)}.")
@@ -51,7 +51,7 @@ def call_user_code(function: Any, what: str, name: str, *args: Any, **kwargs: An
     except CkptoolError:
         raise
     except (Exception, SystemExit) as error:
-        raise _failed(what, name, error) from error
+        raise _failure(what, name, error) from error
 
 
 def _from_file(place: str, what: str) -> Any:
@@ -72,7 +72,7 @@ def _from_file(place: str, what: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]  # a module that is only half executed must not be found again
+        del sys.modules[name]  # half a module must not be found again
         raise
     finally:
         if folder in sys.path:
@@ -107,20 +107,20 @@ def _set_apart(folder: str) -> None:
     importlib.invalidate_caches()
 
 
-def _failed(what: str, name: str, error: BaseException) -> UserCodeFailed:
+def _failure(what: str, name: str, error: BaseException) -> UserCodeFailed:
     words, _, rest = str(error).strip().partition("\n")
     if "DataLoader worker" in words:  # which puts its traceback before the message
         words = rest.rpartition("\n")[2].partition(": ")[2] or words
     # The traceback from the first line of the user's code on.
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        file = place.tb_frame.f_code.co_filename
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        file = trace.tb_frame.f_code.co_filename
         if file != __file__ and not file.startswith("<frozen importlib") and "importlib" not in file.split(os.sep):
             break
-        place = place.tb_next
+        trace = trace.tb_next
     return UserCodeFailed(
         f"{what}: {name} raised {type(error).__name__}: {words[:200]}",
-        TextLines(*"".join(traceback.format_exception(type(error), error, place)).rstrip().split("\n")),
+        TextLines(*"".join(traceback.format_exception(type(error), error, trace)).rstrip().split("\n")),
         "The error is in your own code, not in ckptool."
         if names_code(name)
         else "It does not fit what it was given: check the data, the model and their args.",

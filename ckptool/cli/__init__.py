@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         reserve.clear()
         try:
-            code = 0 if _interrupts else _told(error, results)
+            code = 0 if _interrupts else _print_error(error, results)
         except Exception as failure:  # noqa: BLE001 (there is no room even for that: memory or files have run out)
             problem = in_words(MemoryError() if isinstance(failure, MemoryError) else error)
             tell(f"error[{problem.code}]: {problem.what}\n  Outputs were left as they were.\n")
@@ -83,11 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(words: list[str], done: list[Json]) -> int:
+def _run(words: list[str], results: list[Json]) -> int:
     words = commands.with_verb(words)
     first = words[0] if words else ""
     before_dashes = words[: words.index("--")] if "--" in words else words
-    below = [name for name in VERBS if first and name.startswith(f"{first} ")]  # `lora` is the first word of some
+    subcommands = [name for name in VERBS if first and name.startswith(f"{first} ")]  # `lora` is the first word of some
     if not words:
         tell(FIRST_STEPS)
         return 2
@@ -96,24 +96,24 @@ def _run(words: list[str], done: list[Json]) -> int:
 
         say(f"ckptool {__version__}\n")
         return 0
-    if first in HELP_FLAGS or (below and (not words[1:] or words[1] in HELP_FLAGS)):
-        say(program_help(style_of(sys.stdout), below or tuple(VERBS)))
+    if first in HELP_FLAGS or (subcommands and (not words[1:] or words[1] in HELP_FLAGS)):
+        say(program_help(style_of(sys.stdout), subcommands or tuple(VERBS)))
         return 0
     if first not in VERBS:
         from ckptool.formats import split
 
-        if not below and may_exist(split(first)[0]):
+        if not subcommands and may_exist(split(first)[0]):
             first, words = "inspect", ["inspect", *words]
     if first not in VERBS:
-        name, names, meant = " ".join(words[: 2 if below else 1]), [*VERBS, *ALIASES], ""
+        name, names, closest = " ".join(words[: 2 if subcommands else 1]), [*VERBS, *ALIASES], ""
         if name.startswith("-"):
             raise UsageError(f"ckptool has no option {name}", "Options stand after the command.", "See: ckptool --help")
         with suppress(OSError):  # a file here was meant, or a command
             files = (file for file in os.listdir() if "." in name or file.startswith(f"{name}."))
-            meant = commands.nearest(name, files)
-        meant = meant or commands.nearest(name.lower().replace("_", "-"), names)
-        see = f"{meant} --help" if meant in names else quoted(meant or "--help")
-        why = f"Did you mean '{meant}'?" if meant else ""
+            closest = commands.nearest(name, files)
+        closest = closest or commands.nearest(name.lower().replace("_", "-"), names)
+        see = f"{closest} --help" if closest in names else quoted(closest or "--help")
+        why = f"Did you mean '{closest}'?" if closest else ""
         raise UsageError(f"there is no command or file {name!r}", why, f"See: ckptool {see}")
     function = commands.function_of(first)
     parameters = typed_parameters(function)
@@ -128,11 +128,11 @@ def _run(words: list[str], done: list[Json]) -> int:
         for number, answer in enumerate(answers):  # each is printed as it comes; JSON is one object at the end
             code = max(code, answer.exit_code)
             if isinstance(answer, CkptoolError) and form == "json":  # of one file: it stands among the results
-                done.append(error_json(answer))
+                results.append(error_json(answer))
             elif isinstance(answer, CkptoolError):
-                _told(answer, [])
+                _print_error(answer, [])
             elif form == "json":
-                done.append(answer.content)
+                results.append(answer.content)
             elif form == "markdown":
                 from ckptool.render.html import markdown
 
@@ -140,11 +140,11 @@ def _run(words: list[str], done: list[Json]) -> int:
             else:
                 say(("\n" if number and is_spaced else "") + answer.content)
     if form == "json":
-        say(dumps(results_json(done)) + "\n")
+        say(dumps(results_json(results)) + "\n")
     return code
 
 
-def _told(error: Exception, results: list[Json]) -> int:
+def _print_error(error: Exception, results: list[Json]) -> int:
     """Prints an error in its three parts, as text, JSON or Markdown, and returns its exit code; as JSON with the
     results before it. Where standard output takes nothing, standard error has it."""
     problem: CkptoolError = in_words(error)
@@ -169,7 +169,7 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
     """The answers of a verb, one file after the other; whether a blank line stands between them; and the label of its
     progress, where it does not show its own.
 
-    Raises `UsageError` for what does not go together, and what the verb raises before its first answer.
+    Raises `UsageError` for options that exclude each other, and what the verb raises before its first answer.
     """
     as_json, as_form = typed["as_json"], typed["as_form"]
     if as_json and as_form not in (None, "json"):
@@ -180,9 +180,9 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
     style, declared = None if args["as_json"] else style_of(sys.stdout), function.verb
     if declared.from_words is not None:
         with redirect_stdout(sys.stdout if FORM.get() == "text" else sys.stderr):
-            prepared = declared.from_words(**_named(declared.from_words, args))
+            prepared = declared.from_words(**_options_of(declared.from_words, args))
         if isinstance(prepared, Report):
-            return [answer_of(prepared, style, _named(prepared.told, args), prepared.exit())], False, ""
+            return [answer_of(prepared, style, _options_of(prepared.told, args), prepared.exit())], False, ""
         args |= prepared
     first = next(iter(signature_of(function).parameters))
     several = next((param.option.several for param in commands.parameters_of(function) if param.name == first), False)
@@ -225,10 +225,10 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
         results = write_many(list(zip(inputs, outs, strict=True)), args, work)
     else:
         results, args["jobs"] = each_file(work, inputs, args.get("jobs", 1)), 1  # the work on one is not divided
-    return _summed(results, len(inputs), words, style, bool(args.get("quiet"))), is_spaced, verb
+    return _with_summary(results, len(inputs), words, style, bool(args.get("quiet"))), is_spaced, verb
 
 
-def _summed(
+def _with_summary(
     results: Iterator[Any], files: int, outcomes: tuple[str, str, str], style: Style | None, quiet: bool
 ) -> Iterator[Answer | CkptoolError]:
     """The answers on several files, then a line that counts them.  outcomes: words for those that are fine, that have
@@ -245,7 +245,7 @@ def _summed(
         yield Answer(f"{counted(files, 'file')}: {', '.join(parts)}\n")
 
 
-def _named(function: Any, args: Arguments) -> dict[str, Any]:
+def _options_of(function: Any, args: Arguments) -> dict[str, Any]:
     """The options that a hook or a view names."""
     names = inspect.signature(function).parameters
     takes_all = any(param.kind is param.VAR_KEYWORD for param in names.values())
@@ -259,7 +259,7 @@ def _answer(function: Any, args: Arguments, first: str, style: Style | None, fil
 
     args = {**args, **({first: file} if first else {}), **output_to}
     declared: Declared = function.verb
-    report = declared.first_try(**_named(declared.first_try, args)) if declared.first_try is not None else None
+    report = declared.first_try(**_options_of(declared.first_try, args)) if declared.first_try is not None else None
     if report is None:
         keywords = {name: value for name, value in args.items() if name in signature_of(function).parameters}
         hooks = watched(function)
@@ -284,7 +284,7 @@ def _answer(function: Any, args: Arguments, first: str, style: Style | None, fil
                 raise
         if "training" in hooks.values() and os.environ.get("RANK", "0") != "0":
             return answer_of(Page(), style, {}, report.exit())  # under torchrun the first process tells
-    return answer_of(report, style, _named(report.told, args), report.exit() if declared.exits else 0)
+    return answer_of(report, style, _options_of(report.told, args), report.exit() if declared.exits else 0)
 
 
 _interrupts: list[int] = []  # noted, since modules that are half imported drop the exception, or raise another for it

@@ -37,7 +37,7 @@ class Candidate(NamedTuple):
 
 def complete(arguments: Sequence[str]) -> int:
     """Answers a shell: prints what may follow in `SHELL LINE [REPLACED [KEY]]`, and returns the exit code.
-    replaced: of the last word, the part that bash puts its choice in place of.  key: `?` only lists them."""
+    replaced: the part of the last word that bash replaces by its choice.  key: `?` only lists them."""
     signal.signal(signal.SIGALRM, lambda *_: os._exit(FILES))
     signal.alarm(SECONDS)
     answer = sys.stdout.buffer
@@ -80,19 +80,19 @@ def words_of(line: str) -> tuple[list[str], bool]:
     return [*words, ""] if line[-1:].isspace() and not line.endswith("\\ ") else words, False
 
 
-def _of(module: str) -> Any:
+def _module(module: str) -> Any:
     return import_module(f"ckptool.{module}")
 
 
 # The values of options and arguments that take a text, by what stands for it in the help.
 VALUES: dict[str, Callable[[], Sequence[str]]] = {
-    "DTYPE": lambda: [dtype.name for dtype in _of("checkpoint.dtypes").DTYPES if dtype.kind == "float"],
-    "CONTAINER": lambda: [format.name for format in _of("formats").FORMATS if format.writable],
+    "DTYPE": lambda: [dtype.name for dtype in _module("checkpoint.dtypes").DTYPES if dtype.kind == "float"],
+    "CONTAINER": lambda: [format.name for format in _module("formats").FORMATS if format.writable],
     "DEVICE": lambda: ["cpu", "cuda:0", "cuda:1", "mps"],
-    "KIND": lambda: list(_of("analysis.diff").IGNORABLE),
-    "SCHEME": lambda: list(_of("transforms.lora.adapters").SCHEMES),
-    "FILE.yaml|LAYOUT": lambda: list(_of("names.layout").shipped()),
-    "[CODE|-]": lambda: list(_of("verbs._explain").all_codes()),
+    "KIND": lambda: list(_module("analysis.diff").IGNORABLE),
+    "SCHEME": lambda: list(_module("transforms.lora.adapters").SCHEMES),
+    "FILE.yaml|LAYOUT": lambda: list(_module("names.layout").shipped()),
+    "[CODE|-]": lambda: list(_module("verbs._explain").all_codes()),
     "[VERB]": lambda: [verb for verb in VERBS if " " not in verb],
 }
 # What only a person knows.
@@ -102,13 +102,13 @@ NOT_OFFERED = {*"N X D R T FRACTION SECONDS STEP SIZE DECAY RxC W,W,… SLICE PA
 def candidates(words: Sequence[str], typed: str) -> list[Candidate] | None:
     """The continuations of the last word; `words`, before it, begin with the verb. None where a file is meant."""
     for text in (typed, typed.partition("=")[2]) if "#" in typed else ():  # FILE#ADDRESS, NAME=FILE#ADDRESS
-        path, at = _of("formats").split(text)
+        path, at = _module("formats").split(text)
         path = path if os.path.lexists(path) else os.path.expanduser(os.path.expandvars(path))
         if at is not None and os.path.lexists(path):
             refuses = words and words[0] in VERBS and VERBS[words[0]].address is Use.REFUSES
             before = typed[: len(typed) - len(at)]
             return [] if refuses else [choice._replace(text=before + choice.text) for choice in addresses(path, at)]
-    if words and words[0] not in VERBS and _of("checkpoint.paths").may_exist(_of("formats").split(words[0])[0]):
+    if words and words[0] not in VERBS and _module("checkpoint.paths").may_exist(_module("formats").split(words[0])[0]):
         words = ["inspect", *words]
     if not words or words[0] not in VERBS:
         if typed.startswith("-"):
@@ -120,7 +120,7 @@ def candidates(words: Sequence[str], typed: str) -> list[Candidate] | None:
                 verbs[last] = Candidate(last, _first_sentence(facts.about) if verb.endswith(last) else "…")
         is_file = bool(not words and typed and not any(verb.startswith(typed) for verb in verbs))
         return None if is_file else list(verbs.values())
-    parameters: list[Parameter] = _of("cli.parser").typed_parameters(function_of(words[0]))
+    parameters: list[Parameter] = _module("cli.parser").typed_parameters(function_of(words[0]))
     flags = {name: param for param in parameters for name in param.option.flags}
     pending: Parameter | None = None  # the option whose value comes next
     used: list[Parameter] = []

@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 
 
 def answer_of(report: Any, style: Style | None, view: Mapping[str, Any], exit_code: int) -> Answer:
-    """The answer that a report is. style: None for JSON.  view: the options of its printing."""
+    """The answer that prints a report. style: None for JSON.  view: the options of its printing."""
     if style is None:
         return Answer(report.to_dict(), exit_code)
     text = lines.text(report, style=style, **view)
@@ -84,7 +84,7 @@ def say(text: str) -> None:
 
 
 def lost_answer(error: OSError) -> LostAnswer:
-    """The error for what standard output did not take."""
+    """The error for an answer that could not be written to standard output."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     why = "The printed answer is incomplete; files that were written are complete."
     return LostAnswer(f"cannot write to standard output: {reason}", why)
@@ -97,7 +97,7 @@ class _Live:
 
 
 def tell(text: str, live: bool = False) -> None:
-    """Writes what is no part of the answer: errors, hints, progress. Nothing fails because nobody can read them.
+    """Writes what is no part of the answer: errors, hints, progress. A failure to write them is ignored.
     live: on a terminal, where it is replaced by what is written next."""
     with _Live.lock, suppress(OSError):
         wipe = "\r\x1b[K" if live or _Live.is_drawn else ""
@@ -108,7 +108,7 @@ def tell(text: str, live: bool = False) -> None:
 
 @contextmanager
 def _live_line() -> Iterator[Callable[[str], None] | None]:
-    """Something to show a line in that the next one replaces, and the end wipes; None where there is no terminal."""
+    """A function that shows a line, which the next one replaces and the end wipes; None where there is no terminal."""
     try:
         yield partial(tell, live=True) if sys.stderr.isatty() else None
     finally:
@@ -120,8 +120,8 @@ SHOWN_AFTER = 1.0  # seconds of a command; and half of it of a pass
 
 @contextmanager
 def shown_progress(label: str) -> Iterator[None]:
-    """Shows how far the passes over values are, on a terminal, from the first second on, unless there is no label. A
-    thread draws it, so nothing that works has to."""
+    """Shows the progress of passes over values, on a terminal, after the first second, unless there is no label. A
+    thread draws it, so that the work itself does not have to."""
     with _live_line() as show:
         if show is None or not label:
             yield
@@ -168,15 +168,15 @@ def progress_line(label: str, width: int) -> str:
 
 @contextmanager
 def status_line() -> Iterator[Callable[[str], None]]:
-    """Something to tell what is being done: on a terminal in one line, which is written over; a line each elsewhere."""
+    """A function that shows what is being done: on a terminal in one line, which is overwritten; else a line each."""
     with _live_line() as show:
         yield lambda text: show(f"{text} …") if show is not None else tell(f"{printable(text)}\n")
 
 
 @contextmanager
 def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
-    """Shows each logged line of a run: on a terminal one line with a bar and the time left, which is written over; a
-    line each elsewhere."""
+    """A function that shows each logged line of a run: on a terminal in one line with a bar and the time left, which is
+    overwritten; else a line each."""
     from ckptool.training.reports import line_of
 
     with _live_line() as show:
@@ -206,7 +206,7 @@ class Bug(CkptoolError, code="bug"):
 
 
 def in_words(error: Exception) -> CkptoolError:
-    """The error for people, whatever was raised."""
+    """The error that people see for any exception."""
     if isinstance(error, CkptoolError):
         return error
     code = error.errno if isinstance(error, OSError) else None

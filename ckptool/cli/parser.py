@@ -44,7 +44,7 @@ def program_help(style: Style, verbs: Sequence[str] = tuple(VERBS)) -> str:
 
 
 def verb_help(verb: str, declared: Declared, parameters: Sequence[Parameter], style: Style) -> str:
-    """All that a verb takes, by the parts of the help, and its examples."""
+    """All parameters of a verb, by the parts of the help, and its examples."""
     blocks = [[usage(verb, parameters)], textwrap.wrap(VERBS[verb].about, _width(style))]
     shown = [param for param in parameters if not param.option.hidden]
     rows = [(called(param), about(param)) for param in shown if not param.option.flags]
@@ -58,7 +58,7 @@ def verb_help(verb: str, declared: Declared, parameters: Sequence[Parameter], st
         blocks.append(_table(style, panel or "Options", rows))
     examples = [part for line, purpose in declared.examples for part in (f"  # {purpose}", f"  {line}")]
     blocks.append([style.bold("Examples" if len(examples) > 2 else "Example"), *examples])
-    others = [f"ckptool {alias}" for alias, meant in ALIASES.items() if meant == verb]
+    others = [f"ckptool {alias}" for alias, target in ALIASES.items() if target == verb]
     return _page([*blocks, *([[f"Also: {', '.join(others)}"]] if others else [])])
 
 
@@ -113,7 +113,7 @@ def _page(blocks: Iterable[Sequence[str]]) -> str:
 
 
 def typed_parameters(function: Any) -> list[Parameter]:
-    """All that is typed for a verb: its own parameters, those of its hooks and of its report's view, the program's."""
+    """All parameters that are typed for a verb: its own, those of its hooks and its report's view, the program's."""
     declared: Declared = function.verb
     typed: dict[str, Parameter] = {}
     sources = [function, *filter(None, (declared.from_words, declared.first_try))]
@@ -138,7 +138,7 @@ def typed_parameters(function: Any) -> list[Parameter]:
 
 
 def writes(function: Any) -> bool:
-    """True for a verb that writes its output whatever it finds."""
+    """True for a verb that always writes its output, whatever it finds."""
     sig = signature_of(function)
     kinds = (kind for kind in get_args(sig.return_annotation) if isinstance(kind, type) and issubclass(kind, Report))
     return "out" in sig.parameters and {getattr(kind, "is_written", False) for kind in kinds} == {True}
@@ -186,11 +186,11 @@ def parser(verb: str, parameters: Sequence[Parameter]) -> Any:
     app.command(verb, add_help_option=False)(command)
     parser: Any = typer.main.get_command(app)
     for param in parser.params:
-        param.process_value = partial(_value, param, param.process_value)
+        param.process_value = partial(_parsed_value, param, param.process_value)
     return parser
 
 
-def _value(option: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
+def _parsed_value(option: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
     """Texts and flags as they are: typer would import pydantic for them, a third of the time of a small `inspect`."""
     kind = getattr(option, "type_descriptor", None)  # which older typers do not have
     if value is None and not option.required:
@@ -204,23 +204,23 @@ def _refusal(verb: str, parameters: Sequence[Parameter], words: Sequence[str], e
     from ckptool.verbs._options import QUOTE_RULES, was_redirected
 
     what = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
-    why, more = usage(verb, parameters), ""
+    why, surplus = usage(verb, parameters), ""
     if type(error).__name__ == "NoSuchOption":
         what = f"ckptool {verb} has no option {error.option_name}"
         closest = commands.nearest(error.option_name, [name for param in parameters for name in param.option.flags])
-        every = ((name, commands.parameters_of(commands.function_of(name))) for name in VERBS)
-        others = [name for name, params in every if any(error.option_name in param.option.flags for param in params)]
+        by_verb = ((name, commands.parameters_of(commands.function_of(name))) for name in VERBS)
+        others = [name for name, params in by_verb if any(error.option_name in param.option.flags for param in params)]
         why = f"It is an option of {listed(others, 4)}." if others else f"Did you mean {closest}?" if closest else why
     elif type(error).__name__ == "MissingParameter":
         missing = next(param for param in parameters if param.name == error.param.name)
         text = missing.option.help.rstrip(".") if missing.option.flags else ""
         what = f"ckptool {verb} needs {called(missing)}" + (f": {text[0].lower()}{text[1:]}" if text else "")
     elif "extra argument" in what:
-        more = what.rpartition("(")[2].rstrip(")")
-        more = more if len(more) < 80 else f"{more[:79]}…"
-        what, why = f"too many arguments for ckptool {verb}: {more}", f"{why}; a part of a file is FILE#ADDRESS"
-    if more and was_redirected(more.split()):
-        return UsageError(f"ckptool {verb} was given {more}, which is a part of a rule", *QUOTE_RULES)
+        surplus = what.rpartition("(")[2].rstrip(")")
+        surplus = surplus if len(surplus) < 80 else f"{surplus[:79]}…"
+        what, why = f"too many arguments for ckptool {verb}: {surplus}", f"{why}; a part of a file is FILE#ADDRESS"
+    if surplus and was_redirected(surplus.split()):
+        return UsageError(f"ckptool {verb} was given {surplus}, which is a part of a rule", *QUOTE_RULES)
     file = next((word for word in words if word.startswith("-") and os.path.lexists(word)), "")
     why = f"The file {file} begins with a dash, as options do." if file else why
     fix = f"For the file: {quoted(os.path.join('.', file))}" if file else f"See: ckptool {verb} --help"

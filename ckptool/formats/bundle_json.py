@@ -80,15 +80,15 @@ def read(folder: Folder) -> BundleRecord:
     members, ties = fields.get("members"), fields.get("ties", [])
     if type(members) is not list:
         raise damaged("a list of members was expected")
-    parts: dict[str, BundleMember] = {}
+    by_name: dict[str, BundleMember] = {}
     for member in members:
         name, file = (member.get("name"), member.get("file", "")) if type(member) is dict else (None, "")
         if not (type(name) is str or type(name) is int) or type(file) is not str or bool(file) == ("value" in member):
             raise damaged(f"the member {name!r} has no name, or not exactly one of a file and a value")
-        if str(name) in parts:
+        if str(name) in by_name:
             raise damaged(f"it names {name} twice")
-        parts[str(name)] = BundleMember(name, file, member.get("value"))
+        by_name[str(name)] = BundleMember(name, file, member.get("value"))
     if type(ties) is not list or not all(type(tie) is list and all(type(t) is str for t in tie) for tie in ties):
         raise damaged("its ties are not lists of strings")
     ordered = fields.get("ordered") is True
-    return BundleRecord(str(fields.get("container")), tuple(parts.values()), tuple(map(tuple, ties)), ordered)
+    return BundleRecord(str(fields.get("container")), tuple(by_name.values()), tuple(map(tuple, ties)), ordered)

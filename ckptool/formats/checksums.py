@@ -60,10 +60,10 @@ def checksums(stretches: Sequence[Data]) -> list[Sum]:
     with reading(nbytes), ThreadPoolExecutor(max(2, min(4, os.cpu_count() or 2)), thread_name_prefix="crc") as pool:
         batches = ([piece for piece, _ in numbered] for _, numbered in groups)
         for batch in (map if nbytes < ALONE else pool.map)(sums_of, batches):
-            for index, length, part in batch:
+            for index, length, added in batch:
                 total = sums[index]
                 if not isinstance(total, CkptoolError):
-                    sums[index] = part if isinstance(part, CkptoolError) else crc_combine(total, part, length)
+                    sums[index] = added if isinstance(added, CkptoolError) else crc_combine(total, added, length)
     return sums
 
 
@@ -72,11 +72,11 @@ def checksummed(data: Data, total: Crc) -> Iterator[Segment]:
     if not isinstance(data, Computed) or not data.concatenated or total.expected is not None:
         yield Checksummed(data, total)
         return
-    parts = [Crc(expected=storage.crc, name=name_of(storage.data)) for storage in data.inputs]
-    yield from (Checksummed(storage.data, crc) for storage, crc in zip(data.inputs, parts, strict=True))
+    crcs = [Crc(expected=storage.crc, name=name_of(storage.data)) for storage in data.inputs]
+    yield from (Checksummed(storage.data, crc) for storage, crc in zip(data.inputs, crcs, strict=True))
 
     def add_up() -> bytes:
-        for storage, crc in zip(data.inputs, parts, strict=True):
+        for storage, crc in zip(data.inputs, crcs, strict=True):
             total.value = crc_combine(total.value, crc.value, storage.nbytes)
         return b""
 

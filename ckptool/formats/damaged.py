@@ -95,7 +95,7 @@ class Salvaged:
         """Everything in the tree that cannot be read, in order; a tensor in two places comes twice."""
         lost = []
         for path, node in walk(self.checkpoint.tree):
-            losses = ((part.storage, lost_of(part.storage)) for part in stored_parts(node))
+            losses = ((stored.storage, lost_of(stored.storage)) for stored in stored_parts(node))
             loss = next(((storage, record) for storage, record in losses if record is not None), None)
             if loss is not None:
                 storage, record = loss
@@ -154,7 +154,7 @@ class NotThere:
 
 def lost_of(storage: Storage) -> LostRecord | None:
     """Why a storage's data is lost; None if it is there."""
-    return next((read.record for part in storage.below() if isinstance(read := part.data.read, NotThere)), None)
+    return next((read.record for leaf in storage.below() if isinstance(read := leaf.data.read, NotThere)), None)
 
 
 def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
@@ -174,12 +174,12 @@ def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
         # The tensors whose ranges are inside the file; nobody can say whether their bytes are the right ones.
         checkpoint, offsets, lost = safetensors.read(source, cut=True), set[int](), dict[int, LostRecord]()
         for storage in reversed([*storages(checkpoint.tree)]):
-            for part in storage.below():
-                if isinstance(data := part.data, FileRange):
+            for leaf in storage.below():
+                if isinstance(data := leaf.data, FileRange):
                     offsets.add(data.offset)
                     if data.offset + data.length > source.size:
                         lost[data.offset] = LostRecord("", data.offset, data.length, CUT)
-                        part.data = Computed(data.length, NotThere(lost[data.offset]))
+                        leaf.data = Computed(data.length, NotThere(lost[data.offset]))
         return Salvaged(checkpoint, len(offsets), len(offsets) - len(lost), tuple(lost.values()), False)
 
 

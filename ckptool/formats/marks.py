@@ -109,10 +109,10 @@ def recovered_notes(metadata: dict[str, Any]) -> tuple[Note, ...]:
     if not isinstance(text := metadata.get(RECOVERED), str):
         return ()
     facts = recovered_facts(text)
-    parts = []
+    phrases = []
     for kind, words in _KINDS.items():
         if places := facts[kind]:
             were = "tensors or more were" if len(places) >= MOST else "tensors were"
-            parts.append(f"{counted(len(places), 'tensor was', were)} {words}: {listed(places, 3)}")
-    lost = "; ".join(parts) or "what was lost is not recorded"
+            phrases.append(f"{counted(len(places), 'tensor was', were)} {words}: {listed(places, 3)}")
+    lost = "; ".join(phrases) or "what was lost is not recorded"
     return (Note(RECOVERED_NOTE, f"recovered from a damaged file; {lost}"),)

@@ -75,14 +75,14 @@ class ModelFolder:
         return [*texts, *self.changes, *([f"left out: {listed(self.left, 20)}"] if self.left else [])]
 
 
-def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequantized: bool = False) -> ModelFolder:
-    """The folder to write the weights `tree` to, which are of `part`. like: a folder of the same model.
+def model_folder(model: Checkpoint, tree: Any, like: str | None = None, *, dequantized: bool = False) -> ModelFolder:
+    """The folder to write the weights `tree` to, which are of `model`. like: a folder of the same model.
 
     dequantized: the weights no longer are what a `quantization_config` says.
     Raises `UsageError` where `like` has no configuration.
     """
     tree = tree if isinstance(tree, dict) else {}
-    for place in _config_folders(part) if like is None else [like]:
+    for place in _config_folders(model) if like is None else [like]:
         names = names_in(place)
         configs = {name: _json(place, name) for name in (CONFIG, ADAPTER) if name in names}
         library = _library(configs, tree)
@@ -124,13 +124,13 @@ def model_folder(part: Checkpoint, tree: Any, like: str | None = None, *, dequan
     return ModelFolder(library, place, files, tuple(left), tuple(changes))
 
 
-def configuration(part: Checkpoint, like: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+def configuration(model: Checkpoint, like: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """The numbers of a model's configuration: of config.json beside its weights, of Meta's params.json, or in
     the file itself: nanoGPT's `model_args`, Megatron's `args`; else of `like`, a folder of the same model. Empty where
     there is none that can be read."""
-    if config := config_beside(part, CONFIG, PARAMS):
+    if config := config_beside(model, CONFIG, PARAMS):
         return config
-    tree = part.tree if isinstance(part.tree, dict) else {}
+    tree = model.tree if isinstance(model.tree, dict) else {}
     if isinstance(ranks := tree.get("ranks"), dict):  # what each of them saved beside its weights
         tree = next((share for share in ranks.values() if isinstance(share, dict)), tree)
     arguments = tree.get("model_args", tree.get("args"))
@@ -140,39 +140,39 @@ def configuration(part: Checkpoint, like: str | os.PathLike[str] | None = None) 
     return next(filter(None, (_json(os.fspath(like), name) for name in (CONFIG, PARAMS))), {}) if like else {}
 
 
-def _config_folders(part: Checkpoint) -> Iterator[str]:
+def _config_folders(model: Checkpoint) -> Iterator[str]:
     """The folders where the configuration of a checkpoint may be, the likeliest first."""
-    if part.source is None:
+    if model.source is None:
         return
-    path = absolute(part.source.path)
-    folder = path if isinstance(part.source, Folder) else os.path.dirname(path)
-    if part.source.far:
+    path = absolute(model.source.path)
+    folder = path if isinstance(model.source, Folder) else os.path.dirname(path)
+    if model.source.far:
         yield folder
         return
     above = [os.path.dirname(folder)] if _TAG.fullmatch(os.path.basename(folder)) else []
-    member = part.base[0] if part.base and type(part.base[0]) is str else ""
+    member = model.base[0] if model.base and type(model.base[0]) is str else ""
     below = [member] if member and member in names_in(folder) else []
     yield from (os.path.join(folder, name) for name in below if not os.path.islink(os.path.join(folder, name)))
     yield from (folder, *above)
     yield from (inner for place in (folder, *above) if not os.path.islink(inner := os.path.join(place, "huggingface")))
 
 
-def config_beside(part: Checkpoint, *names: str) -> dict[str, Any] | None:
+def config_beside(model: Checkpoint, *names: str) -> dict[str, Any] | None:
     """The first configuration of these names beside a checkpoint; None where there is none that can be read."""
-    configs = (_json(place, name) for place in _config_folders(part) for name in names if name in names_in(place))
+    configs = (_json(place, name) for place in _config_folders(model) for name in names if name in names_in(place))
     return next(filter(None, configs), None)
 
 
-def left_config(part: Checkpoint, path: str) -> list[str]:
+def left_config(model: Checkpoint, path: str) -> list[str]:
     """What is said where weights beside a configuration are written into one file without a suffix."""
-    if is_url(path) or not config_beside(part, CONFIG):
+    if is_url(path) or not config_beside(model, CONFIG):
         return []
     return [f"one file, without {CONFIG}; a folder with both: {arg(out=f'{path}/')}"]
 
 
-def left_adapter(part: Checkpoint, path: str) -> tuple[Note, ...]:
+def left_adapter(model: Checkpoint, path: str) -> tuple[Note, ...]:
     """A note where an adapter is written into one file, and only the configuration beside it says its alpha."""
-    if "lora_alpha" not in (config_beside(part, ADAPTER) or {}):
+    if "lora_alpha" not in (config_beside(model, ADAPTER) or {}):
         return ()
     if not is_url(path) and ADAPTER in names_in(os.path.dirname(path) or os.curdir):
         return ()
@@ -238,7 +238,7 @@ def _sections(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [config, *(node for node in config.values() if isinstance(node, dict))]
 
 
-def quantization_config(part: Checkpoint) -> dict[str, Any]:
+def quantization_config(model: Checkpoint) -> dict[str, Any]:
     """The quantization of the configuration beside a checkpoint; empty where that has none."""
-    configs = (node.get(key) for node in _sections(configuration(part)) for key in QUANTIZATION)
+    configs = (node.get(key) for node in _sections(configuration(model)) for key in QUANTIZATION)
     return next((config for config in configs if isinstance(config, dict)), {})

@@ -322,7 +322,7 @@ class _Assembly:
         if offset >= stop:
             return b""
         first, last = offset // size, -(-stop // size)
-        parts: list[bytes] = []
+        outputs: list[bytes] = []
         for box in boxes_between(self.shape, row_major_strides(self.shape), first, last):
             begin, sizes = box
             out = numpy.empty(sizes, f"V{size}")
@@ -345,8 +345,8 @@ class _Assembly:
                         raise Conflict(what, f"{why}checkpoint.", fix)
                 place = tuple(slice(lo - b, lo - b + n) for lo, n, b in zip(*common, begin, strict=True))
                 out[place] = numpy.frombuffer(values, out.dtype).reshape(common[1])
-            parts.append(out.tobytes())
-        return b"".join(parts)[offset - first * size : stop - first * size]
+            outputs.append(out.tobytes())
+        return b"".join(outputs)[offset - first * size : stop - first * size]
 
 
 def _values_agree(values: bytes, dtype: DType, copied: bytes, copy: DType) -> bool:

@@ -294,13 +294,13 @@ def row_major_axes(shape: tuple[int, ...]) -> list[_Strides]:
 def _layout_axes(node: Any) -> list[_Strides] | None:
     """The axes of a mesh that was cut from a larger table."""
     if (axes_of := inside(node, "axes")) is not None:
-        parts = [(inside(axis, "shape"), inside(axis, "stride")) for axis in items(axes_of)]
+        axis_pairs = [(inside(axis, "shape"), inside(axis, "stride")) for axis in items(axes_of)]
     else:
         sizes = inside(node, "shape") or inside(node, "sizes")
         strides = inside(node, "stride") or inside(node, "strides")
         pairs = zip(items(sizes), items(strides), strict=False)
-        parts = list(pairs) if isinstance(sizes, tuple) else [(sizes, strides)]
-    axes = [(_numbers(sizes), _numbers(strides)) for sizes, strides in parts]
+        axis_pairs = list(pairs) if isinstance(sizes, tuple) else [(sizes, strides)]
+    axes = [(_numbers(sizes), _numbers(strides)) for sizes, strides in axis_pairs]
     fits = all(len(a) == len(b) <= MAX_RUNS and all(n > 0 for n in (*a, *b)) for a, b in axes)
     return axes if axes and fits else None
 
@@ -309,7 +309,7 @@ def _numbers(node: Any) -> tuple[int, ...]:
     """The numbers in nested tuples, in order; (0,), which no layout has, for anything else."""
     if not isinstance(node, (tuple, list)):
         return (node,) if type(node) is int else (0,)
-    flat = [number for part in items(node) for number in (items(part) or (part,))]
+    flat = [number for item in items(node) for number in (items(item) or (item,))]
     return tuple(flat) if all(type(number) is int for number in flat) else (0,)
 
 

@@ -295,9 +295,9 @@ def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     """The tensors to write, or `Unsupported` with everything that a safetensors file cannot hold."""
     tree = checkpoint.tree
     if not isinstance(tree, dict):
-        part = f"Choose a part: {command('convert', FILE / 'ADDRESS', out=OUT_SAFETENSORS)}"
+        choose = f"Choose a part: {command('convert', FILE / 'ADDRESS', out=OUT_SAFETENSORS)}"
         what = "a safetensors file holds a dictionary of tensors, nothing else"
-        raise Unsupported(what, "", f"{part}; or keep everything: {arg(all=True)}")
+        raise Unsupported(what, "", f"{choose}; or keep everything: {arg(all=True)}")
     reasons = {name: why for name, value in tree.items() if (why := _why_not(name, value))}
     if not reasons:
         return tree

@@ -200,13 +200,13 @@ class _Program:
         is_checked = sum(map(len, texts.values())) <= _MOST_TEXT
         names, method = set[str](), f".{_SETSTATE}"
         for name, text in texts.items():
-            for part in re.split(r"(?m)^class ", text):
-                if _SETSTATE in part and not (is_checked and _only_packs(f"class {part}")):
-                    owner = re.split(r"\W", part)[0]
+            for class_text in re.split(r"(?m)^class ", text):
+                if _SETSTATE in class_text and not (is_checked and _only_packs(f"class {class_text}")):
+                    owner = re.split(r"\W", class_text)[0]
                     names.add(f"{name[:-3].replace('/', '.')}.{owner}")
         for node in visit(self.unpickled("bytecode")) if "bytecode" in self.pickles else ():
             if type(node) is tuple:
-                names |= {part.removesuffix(method) for part in node if type(part) is str and part.endswith(method)}
+                names |= {text.removesuffix(method) for text in node if type(text) is str and text.endswith(method)}
         for name in sorted(names):
             yield Object(Global(name, _SETSTATE), (name,))
 
@@ -269,7 +269,7 @@ def _is_type(node: ast.expr | None) -> bool:
 def _is_harmless(method: ast.FunctionDef, calls_own: bool) -> bool:
     first, *rest = method.args.args or [ast.arg("")]
     names = {param.arg for param in rest}
-    for node in (part for statement in method.body for part in ast.walk(statement)):
+    for node in (child for statement in method.body for child in ast.walk(statement)):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             if node.keywords or not (_CALLS.fullmatch(name) or (calls_own and name == f"self.{_OWN}")):

@@ -84,7 +84,7 @@ class AcceleratorCheckpoints:
         while (epochs is None or self.epoch < epochs) and (steps is None or self.step < steps):
             if callable(getattr(loader, "set_epoch", None)):
                 loader.set_epoch(self.epoch)
-            before = self.step, self._fetches.trained
+            progress = self.step, self._fetches.trained
             for batch in self._fetches.epoch(loader):
                 self.step += 1
                 yield self.step, batch
@@ -92,7 +92,7 @@ class AcceleratorCheckpoints:
                     self.save()
                 if steps is not None and self.step >= steps:
                     return
-            if before == (self.step, 0):
+            if progress == (self.step, 0):
                 raise UsageError("the loader yielded no batch at all", "Its epochs would never end.")
             self.epoch += 1
         self._fetches.go_on()
@@ -107,27 +107,27 @@ class AcceleratorCheckpoints:
         self._marked = not accelerator.sync_gradients
         if self._marked:
             return
-        over = bool(self._fetches.fetched) and getattr(self._loader, "end_of_dataloader", False)
-        ranks = gather_object([self._fetches.state(0 if over else self._fetches.fetched)])
+        is_epoch_end = bool(self._fetches.fetched) and getattr(self._loader, "end_of_dataloader", False)
+        ranks = gather_object([self._fetches.state(0 if is_epoch_end else self._fetches.fetched)])
         target = os.path.join(self.folder, f"checkpoint_{self.step}")
         with committed(target, self.step, main, accelerator.wait_for_everyone) as temporary:
             project = accelerator.project_configuration
-            named, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
+            naming, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
             try:
                 accelerator.save_state(temporary)
             finally:
-                project.automatic_checkpoint_naming, project.iteration = named, self.step + 1
+                project.automatic_checkpoint_naming, project.iteration = naming, self.step + 1
             if main:
                 for name in os.listdir(temporary):
                     if name.startswith("dl_state_dict"):  # `batches` goes back to the place by itself
                         os.unlink(os.path.join(temporary, name))
-                tree = {"step": self.step, "epoch": self.epoch + over, "ranks": ranks, **self.objects.state({})}
-                tree["generators"], ours = sorted(self.objects.generators), os.path.join(temporary, _OURS)
-                commit_file(to_cpu(tree), ours, ours + ".json", {"step": self.step}, {})
+                tree = {"step": self.step, "epoch": self.epoch + is_epoch_end, "ranks": ranks, **self.objects.state({})}
+                tree["generators"], path = sorted(self.objects.generators), os.path.join(temporary, _OURS)
+                commit_file(to_cpu(tree), path, path + ".json", {"step": self.step}, {})
         self._rotate()
 
     def _rotate(self) -> None:
-        """Deletes what is older than the checkpoint of this step and not to be kept."""
+        """Deletes checkpoints that are older than this step's and not to be kept."""
         if self.accelerator.is_main_process and self.keep_last:
             rotate(self.folder, _NAME, self.step, self.keep_last)
 

@@ -33,17 +33,17 @@ def newest_checkpoint(folder: str | os.PathLike[str], say: Callable[[str], Any] 
     """
     folder = os.fspath(folder)
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    there = []
+    checkpoints = []
     for path in (os.path.join(folder, name) for name in names if name.endswith(".ckpt")):
         if os.path.islink(path):
             continue  # last.ckpt may be a link to one of them
         sidecar = read_json(_sidecar(path))
-        old = (sidecar or {}).get("replaces")
-        if isinstance(old, dict) and file_digest(path) == old.get("sha256"):
-            sidecar = old  # killed before the new file had the name
+        replaced = (sidecar or {}).get("replaces")
+        if isinstance(replaced, dict) and file_digest(path) == replaced.get("sha256"):
+            sidecar = replaced  # killed before the new file had the name
         step = (sidecar or {}).get("step")
-        there.append(SavedState(step if isinstance(step, int) else _UNKNOWN, path, sidecar))
-    newest = newest_whole(folder, sorted(there, key=lambda saved: saved.step), say)
+        checkpoints.append(SavedState(step if isinstance(step, int) else _UNKNOWN, path, sidecar))
+    newest = newest_whole(folder, sorted(checkpoints, key=lambda saved: saved.step), say)
     return newest.path if newest else None
 
 
@@ -62,18 +62,18 @@ class DurableCheckpointIO(CheckpointIO):
         """Replaces the file at `path`. Raises `DiskFull`, `FileProblem`, `Unsupported`."""
         path = os.fspath(path)
         make_folder(os.path.dirname(path) or ".")
-        known = {"step": int(checkpoint.get("global_step", 0))}
-        commit_file(checkpoint, path, _sidecar(path), known, {"epoch": checkpoint.get("epoch")})
+        header = {"step": int(checkpoint.get("global_step", 0))}
+        commit_file(checkpoint, path, _sidecar(path), header, {"epoch": checkpoint.get("epoch")})
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """The values of a checkpoint, on the CPU unless told otherwise."""
-        found: dict[str, Any] = ckptool.load(os.fspath(path), map_location or "cpu")
-        return found
+        values: dict[str, Any] = ckptool.load(os.fspath(path), map_location or "cpu")
+        return values
 
     def remove_checkpoint(self, path: Any) -> None:
         """Deletes a checkpoint, the file before its sidecar."""
-        for each in (os.fspath(path), _sidecar(os.fspath(path))):
-            remove_file(each)
+        for file in (os.fspath(path), _sidecar(os.fspath(path))):
+            remove_file(file)
 
 
 class ExactResume(Callback):
@@ -90,7 +90,7 @@ class ExactResume(Callback):
         self._has_noted = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Notes with which random states batches are fetched, from before the first iterator is made."""
+        """Has the random states with which batches are fetched noted, from before the first iterator is made."""
         load = trainer.fit_loop._load_combined_loader_states
 
         def load_and_note() -> None:
@@ -113,17 +113,17 @@ class ExactResume(Callback):
                 "a checkpoint was saved inside gradient accumulation. The gradients so far are not in it, and a run "
                 "that resumes from it differs: save every so many steps, ModelCheckpoint(every_n_train_steps=…)"
             )
-        # One without a length is read ahead: its place is behind a batch that was not trained on.
-        back = all(map(has_state, loaders)) and not getattr(loop._data_fetcher, "batches", None)
-        if not (inside and back):
+        # A loader without a length is read ahead: its place is behind a batch that was not trained on.
+        resumes = all(map(has_state, loaders)) and not getattr(loop._data_fetcher, "batches", None)
+        if not (inside and resumes):
             checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-        states = [self._fetches.state(progress.current.ready if inside else 0, again=not back)] * trainer.world_size
+        states = [self._fetches.state(progress.current.ready if inside else 0, again=not resumes)] * trainer.world_size
         if trainer.world_size > 1:
             torch.distributed.all_gather_object(states, states[0])
         checkpoint[_KEY] = states
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Takes the random states, to be set when the data's iterator is made, and others draw no more."""
+        """Takes the random states, to be set when the data's iterator is made, after which nothing else draws."""
         if trainer.state.fn != "fit":
             return
         if _KEY in checkpoint:
@@ -132,15 +132,15 @@ class ExactResume(Callback):
             to_stderr("the checkpoint was saved without this ExactResume: the run goes on with other random numbers")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Tells each ModelCheckpoint that saved this step so, which Lightning forgets: it would save the step again, in
-        the middle of the next window of accumulation."""
-        for each in trainer.checkpoint_callbacks if self._fetches.saved else ():
-            every = getattr(each, "_every_n_train_steps", 0)
+        """Reminds each ModelCheckpoint that it saved this step, which Lightning forgets: it would save the step again,
+        in the middle of the next window of accumulation."""
+        for callback in trainer.checkpoint_callbacks if self._fetches.saved else ():
+            every = getattr(callback, "_every_n_train_steps", 0)
             if every and trainer.global_step % every == 0:
-                each._last_global_step_saved = trainer.global_step
+                callback._last_global_step_saved = trainer.global_step
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Sets them again where the run goes on after the end of an epoch: Lightning makes another iterator."""
+        """Sets the random states again if the run resumes after the end of an epoch: Lightning makes a new iterator."""
         if self._fetches.saved is not None:
             rng.restore(self._fetches.saved["start"], self._fetches.generators)
             self._fetches.saved = None

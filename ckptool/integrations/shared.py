@@ -1,7 +1,7 @@
 """What the adapters share: checkpoint folders that another library writes, and the way back to a place in its data.
 
 A folder is staged under a hidden name, synced, and renamed. Its sidecar has the size and sha256 of every file, and is
-written last, so it says that the others are whole.
+written last, so if it exists the others are whole.
 
 A library may fetch a batch before it trains on the last one, and data sets draw. So three random states are saved:
 that with which the epoch began, that before the newest fetch, and that of the moment. A resumed run begins the epoch
@@ -34,7 +34,7 @@ STAGING = ".ckptool-staging"
 
 @contextmanager
 def _staging(folder: str) -> Iterator[str]:
-    """A hidden folder, without what a killed run left in it; gone afterwards, with what is in it."""
+    """A new hidden folder, in place of one that a killed run left; deleted afterwards, with its content."""
     hidden = os.path.join(folder, STAGING)
     shutil.rmtree(hidden, ignore_errors=True)
     make_folder(hidden)
@@ -44,9 +44,9 @@ def _staging(folder: str) -> Iterator[str]:
 
 @contextmanager
 def committed(target: str, step: int, main: bool, wait: Callable[[], Any]) -> Iterator[str]:
-    """The path where all processes write a checkpoint, which is complete when the body ends, and gets its name.
+    """The path where all processes write a checkpoint, which is complete when the body ends, and is then renamed.
 
-    main: true in the process that makes folders.  wait: waits for all processes.
+    main: True in the process that makes folders.  wait: waits for all processes.
     """
     folder, name = os.path.split(target)
     with _staging(folder) if main else nullcontext(os.path.join(folder, STAGING)) as hidden:
@@ -61,11 +61,11 @@ def committed(target: str, step: int, main: bool, wait: Callable[[], Any]) -> It
 
 
 def rotate(folder: str, name: re.Pattern[str], step: int, keep: int, stay: Collection[str] = ()) -> None:
-    """Deletes all but the last `keep` checkpoints up to a step. Each loses its name first: no kill leaves a part of it
-    visible. name: see `saved_folders`.  stay: the paths of some of those that are kept.
+    """Deletes all but the last `keep` checkpoints up to a step. Each is moved away first: no kill leaves a part of one
+    visible. name: see `saved_folders`.  stay: paths among those `keep` that stay in any case.
     """
-    there = [saved.path for saved in saved_folders(folder, name) if saved.step <= step and saved.path not in stay]
-    for path in there[: max(0, len(there) - max(0, keep - len(stay)))]:
+    paths = [saved.path for saved in saved_folders(folder, name) if saved.step <= step and saved.path not in stay]
+    for path in paths[: max(0, len(paths) - max(0, keep - len(stay)))]:
         with _staging(folder) as hidden:
             os.rename(path, os.path.join(hidden, os.path.basename(path)))
 
@@ -73,16 +73,16 @@ def rotate(folder: str, name: re.Pattern[str], step: int, keep: int, stay: Colle
 def saved_folders(folder: str, name: re.Pattern[str]) -> list[SavedState]:
     """The checkpoints in a folder, oldest first, whole or not. name: matches theirs, with the step as its group."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    paths = {os.path.join(folder, found[0]): int(found[1]) for found in map(name.fullmatch, names) if found}
-    there = [SavedState(step, path, read_json(os.path.join(path, SIDECAR))) for path, step in paths.items()]
-    return sorted(there, key=lambda saved: saved.step)
+    paths = {os.path.join(folder, match[0]): int(match[1]) for match in map(name.fullmatch, names) if match}
+    checkpoints = [SavedState(step, path, read_json(os.path.join(path, SIDECAR))) for path, step in paths.items()]
+    return sorted(checkpoints, key=lambda saved: saved.step)
 
 
 # Batches --------------------------------------------------------------------------------------------------------------
 
 
 class Fetches:
-    """What one process fetches in an epoch. saved: of a checkpoint, until the first batch after it.
+    """The fetches of one process in an epoch. saved: the state of a checkpoint, until the first batch after it.
 
     generators: those to save beside the global ones, by name.
     """
@@ -97,7 +97,7 @@ class Fetches:
     def begin(self, loaders: Iterable[Any]) -> None:
         """Called before the iterators of an epoch are made."""
         for number, loader in enumerate(loaders):
-            self.generators |= {f"{number}.{name}": each for name, each in generators_of(loader).items()}
+            self.generators |= {f"{number}.{name}": generator for name, generator in generators_of(loader).items()}
             make_ready(loader)
         if self.saved is not None:
             rng.restore(self.saved["start"], self.generators)
@@ -112,14 +112,14 @@ class Fetches:
         """Called before each batch is fetched."""
         self.fetched += 1
         if self.saved is not None and self.fetched >= self.saved["fetched"]:
-            again = self.fetched == self.saved["fetched"]
-            if state := self.saved["before" if again else "now"]:
+            is_newest = self.fetched == self.saved["fetched"]
+            if state := self.saved["before" if is_newest else "now"]:
                 rng.restore(state, self.generators)
-            self.saved = self.saved if again else None
+            self.saved = self.saved if is_newest else None
         self.before = rng.capture(self.generators)
 
     def epoch(self, loader: Any) -> Iterator[Any]:
-        """The batches of an epoch, in a resumed run those after the ones that were trained on."""
+        """The batches of an epoch, in a resumed run without those that were trained on."""
         shared = getattr(loader, "synchronized_generator", None)  # of accelerate
         self.generators |= {"shared": shared} if rng.is_generator(shared) else {}
         self.begin([getattr(loader, "base_dataloader", loader)])
@@ -135,14 +135,14 @@ class Fetches:
                 yield batch
 
     def go_on(self) -> None:
-        """Restores the random states of a run that has no more batches."""
+        """Restores the saved random states in a resumed run that has no more batches to fetch."""
         if self.saved is not None:
             rng.restore(self.saved["now"] or self.saved["start"], self.generators)
 
     def state(self, trained: int, *, again: bool = True) -> rng.State:
-        """What to save. trained: the batches of the epoch that were trained on; 0 between two epochs.
+        """The state to save. trained: the batches of the epoch that were trained on; 0 between two epochs.
 
-        again: whether a resumed run fetches them again; else the loaders go back to their places by themselves.
+        again: whether a resumed run fetches them again; else the loaders resume from their own places.
         """
         if self.saved is not None:
             return self.saved
@@ -152,7 +152,7 @@ class Fetches:
         return {"start": now, "before": None, "now": now if trained else None, "fetched": 0, "trained": 0}
 
     def resume(self, states: list[Any], rank: int, size: int, where: str) -> None:
-        """Takes what the processes saved. Raises `Conflict` for another number of processes."""
+        """Takes the states of all processes. Raises `Conflict` for another number of processes."""
         if len(states) != size:
             raise Conflict(
                 f"{where} was saved by {counted(len(states), 'process', 'processes')}, and this run has {size:,}",

@@ -41,28 +41,28 @@ class DurableCheckpoints:
         """Trains, as `Trainer.train` does. Raises `Conflict` over checkpoints that would be overwritten, and for one of
         another number of processes."""
         folder = self.args.output_dir
-        with ExitStack() as held:
+        with ExitStack() as stack:
             if self.args.should_save:
                 make_folder(folder)
-                held.callback(Lock(folder, "another output_dir").release)
+                stack.callback(Lock(folder, "another output_dir").release)
             resume = resume_from_checkpoint or None
-            named = os.path.abspath(resume) if isinstance(resume, str) else ""
-            there = saved_folders(os.path.dirname(named) or folder, _NAME)
+            path = os.path.abspath(resume) if isinstance(resume, str) else ""
+            checkpoints = saved_folders(os.path.dirname(path) or folder, _NAME)
             if resume is True:
                 say = to_stderr if self.args.should_save else lambda text: None
-                newest = newest_whole(folder, there, say)
+                newest = newest_whole(folder, checkpoints, say)
                 resume = newest.path if newest else None
-            elif named:
-                for saved in there:
-                    if saved.path == named and saved.sidecar:
+            elif path:
+                for saved in checkpoints:
+                    if saved.path == path and saved.sidecar:
                         check(saved)
-            elif self.args.should_save and there:
-                # Of a stock Trainer's, which have no sidecars, none is the newest whole one: it is named by its path.
-                way = True if any(saved.sidecar for saved in there) else there[-1].path
+            elif self.args.should_save and checkpoints:
+                # A stock Trainer's checkpoints have no sidecars, so none is whole: the last is named by its path.
+                argument = True if any(saved.sidecar for saved in checkpoints) else checkpoints[-1].path
                 raise Conflict(
                     f"{folder} holds checkpoints already",
                     "A new run would overwrite some and mix with the others.",
-                    f"Resume: trainer.train(resume_from_checkpoint={way!r}); or name another output_dir",
+                    f"Resume: trainer.train(resume_from_checkpoint={argument!r}); or name another output_dir",
                 )
             if resume and self.args.save_only_model:
                 raise UsageError(
@@ -90,8 +90,8 @@ class DurableCheckpoints:
         return self._staged or str(super()._get_output_dir(trial))  # type: ignore[misc]
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        run, main, step = self._get_output_dir(trial), self.args.should_save, self.state.global_step
-        target = os.path.join(run, f"checkpoint-{step}")
+        folder, main, step = self._get_output_dir(trial), self.args.should_save, self.state.global_step
+        target = os.path.join(folder, f"checkpoint-{step}")
         with committed(target, step, main, self.accelerator.wait_for_everyone) as temporary:
             self._staged = os.path.dirname(temporary)
             try:
@@ -102,7 +102,7 @@ class DurableCheckpoints:
                 self.state.best_model_checkpoint = target
                 if main:
                     self.state.save_to_json(os.path.join(temporary, _STATE))
-        self._rotate(run, target, step)
+        self._rotate(folder, target, step)
         if self.args.push_to_hub:
             self._push_from_checkpoint(target)
 
@@ -116,8 +116,8 @@ class DurableCheckpoints:
 
     def _run_epoch(self: Any, **options: Any) -> None:
         loader = options["train_dataloader"]
-        began = options["epoch"] > options["epochs_trained"] or options["resume_from_checkpoint"] is None
-        if began or self._fetches.saved is not None:  # else of a stock Trainer
+        is_fresh = options["epoch"] > options["epochs_trained"] or options["resume_from_checkpoint"] is None
+        if is_fresh or self._fetches.saved is not None:  # else of a stock Trainer
             if callable(getattr(loader, "set_epoch", None)):
                 loader.set_epoch(options["epoch"])
             self._length, self._batches = options["steps_in_epoch"], self._fetches.epoch(loader)

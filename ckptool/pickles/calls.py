@@ -67,9 +67,9 @@ def uses(root: Any) -> Iterator[NameUse]:
         seen[argument].add(id(node))
         node = node.made if type(node) is Composite else node
         if type(node) is not Object:
-            stack += reversed(_of_container(node, trail, argument))
+            stack += reversed(_container_steps(node, trail, argument))
             continue
-        yield from _judged(node, trail, argument)
+        yield from _class_uses(node, trail, argument)
         steps: list[_Step] = []
         cls = _class_of(node.fn)
         kind = kind_of(cls)
@@ -82,8 +82,8 @@ def uses(root: Any) -> Iterator[NameUse]:
                 if type(arg) in _LOOKED_INTO:
                     steps.append((arg, trail, argument or index < state_at))
         steps.append((node.kwargs, trail, True))
-        steps += _of_container(node.items or {}, trail, argument)
-        steps += _of_container(node.elements or (), trail, argument)
+        steps += _container_steps(node.items or {}, trail, argument)
+        steps += _container_steps(node.elements or (), trail, argument)
         steps.append((node.state, trail, argument))
         stack += reversed(steps)
 
@@ -95,7 +95,7 @@ def is_inert(root: Any) -> bool:
 
 def is_quiet(node: Object) -> bool:
     """True if an object itself is inert, whatever it contains."""
-    return next(_judged(node, None, False), None) is None
+    return next(_class_uses(node, None, False), None) is None
 
 
 def stands_alone(name: Global) -> bool:
@@ -108,12 +108,12 @@ _LOOKED_INTO = frozenset({dict, OrderedDict, list, tuple, Set, Object, Composite
 _Step = tuple[Any, Trail, bool]  # a value, where it is, and whether it is an argument of a call
 
 
-def _of_container(node: Any, trail: Trail, argument: bool) -> list[_Step]:
+def _container_steps(node: Any, trail: Trail, argument: bool) -> list[_Step]:
     if isinstance(node, dict):
         steps = [(key, trail, argument) for key in node if type(key) is not str and type(key) in _LOOKED_INTO]
         steps += [(value, (trail, key), argument) for key, value in node.items() if type(value) in _LOOKED_INTO]
         if isinstance(node, OrderedDict) and node.attributes:
-            steps += _of_container(node.attributes, trail, argument)
+            steps += _container_steps(node.attributes, trail, argument)
         return steps
     items = node.items if isinstance(node, Set) else node
     return [(item, (trail, index), argument) for index, item in enumerate(items) if type(item) in _LOOKED_INTO]
@@ -132,11 +132,11 @@ def _class_of(fn: Any) -> Any:
     return Global(fn.module, ".".join([fn.name, *reversed(inner)])) if inner and type(fn) is Global else fn
 
 
-def _judged(node: Object, trail: Trail, argument: bool) -> Iterator[NameUse]:
+def _class_uses(node: Object, trail: Trail, argument: bool) -> Iterator[NameUse]:
     """The use of an object's class, whatever it contains. Arguments are used during a call, so they must be inert."""
     cls, bare = _class_of(node.fn), node.how == "new" and not node.args and not node.kwargs
     kind = kind_of(cls)
-    fits = kind is not None and _fits(kind, node, bare)
+    fits = kind is not None and _is_as_listed(kind, node, bare)
     if kind is not None and fits and not kind.custom:
         return
     custom = fits or (bare and is_own(cls))
@@ -148,7 +148,7 @@ def _judged(node: Object, trail: Trail, argument: bool) -> Iterator[NameUse]:
             yield NameUse(verdict, CALLED, f"{name}.{method}", trail)
 
 
-def _fits(kind: Kind, node: Object, bare: bool) -> bool:
+def _is_as_listed(kind: Kind, node: Object, bare: bool) -> bool:
     """True if a listed name is used as the table says."""
     may_make = (bare and kind.empty) or (
         node.how != "persistent"
@@ -233,7 +233,7 @@ def refuse_unknown(
     if count > len(names):
         names.append(f"{count - len(names):,} more")
     fix = f"Pass it on as it is: {arg(keep_unknown=True)}"
-    entries = list(dict.fromkeys(_entry(checkpoint.tree, place) for place in dict.fromkeys(unknown.values())))
+    entries = list(dict.fromkeys(_entry_prefix(checkpoint.tree, place) for place in dict.fromkeys(unknown.values())))
     if all(entries) and checkpoint.source is not None:  # all of it is in dictionary entries, and in a file
         patterns = ["".join(f"[{c}]" if c in "*?[" else c for c in place) for place in entries]
         fix = f"Drop it: {command('edit', input_of(checkpoint.source), drop=patterns, out=OUT)}. {fix}"
@@ -250,7 +250,7 @@ _VERBS = {CALLED: "calls", MADE: "makes", NAMED: "refers to"}
 _NAMED_UNKNOWN = 6
 
 
-def _entry(tree: Any, place: str) -> str:
+def _entry_prefix(tree: Any, place: str) -> str:
     """The longest prefix of an address that leads through dictionary entries only."""
     entry, node = "", tree
     for part in place.split("/") if place else ():

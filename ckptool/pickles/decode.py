@@ -322,13 +322,13 @@ class _Lexer:
     def run(self) -> Skeleton:
         while (op := self._skip()) != _STOP:
             if op in _SIZED:
-                self._value(op)
+                self._sized_value(op)
             elif op >= 0:
-                self._other(op)
+                self._other_opcode(op)
             elif self.base + self.pos == self.frame:
                 self.frame = -1
             else:
-                self._need(1)
+                self._ensure(1)
         end = self.base + self.pos + 1
         if self.frame not in (-1, end):
             self.pos += 1
@@ -353,10 +353,10 @@ class _Lexer:
 
     # One opcode ---------------------------------------------------------------------------------------------------
 
-    def _value(self, op: int) -> None:
+    def _sized_value(self, op: int) -> None:
         """Skips a value with a length in front; replaces a long one by a stub."""
         width, signed, kind = _SIZED[op]
-        self._need(1 + width)
+        self._ensure(1 + width)
         size = int.from_bytes(self.buffer[self.pos + 1 : self.pos + 1 + width], "little", signed=signed)
         if size < 0:
             raise self._error(f"a length of {size:,}")
@@ -364,28 +364,28 @@ class _Lexer:
             what = f"an integer of {counted(size * 8, 'bit')}"
             raise self._error(what, LimitExceeded, f"At most {MAX_INTEGER_BITS:,} are read.")
         if size < LONG_VALUE or kind == "integer":
-            self._need(1 + width + size)
+            self._ensure(1 + width + size)
             self.pos += 1 + width + size
             return
         from ckptool.checkpoint.strided import subrange
 
         self._check_room(1 + width + size)
-        place = self.base + self.pos
-        begin = place + 1 + width
+        offset = self.base + self.pos
+        begin = offset + 1 + width
         self._move(begin + size, _FIRST_WINDOW)
-        self._keep(bytes([STUB]) + len(self.stubs).to_bytes(4, "little"), place)
+        self._keep(bytes([STUB]) + len(self.stubs).to_bytes(4, "little"), offset)
         self.stubs.append(LongValue(subrange(self.data, begin, size), kind))
 
-    def _other(self, op: int) -> None:
+    def _other_opcode(self, op: int) -> None:
         if op in _FIXED:
-            self._need(1 + _FIXED[op])
+            self._ensure(1 + _FIXED[op])
             self.pos += 1 + _FIXED[op]
         elif op in _LINES:
             for _ in range(_LINES[op]):
                 self._line()
             self.pos += 1
         elif op == _FRAME:
-            self._need(9)
+            self._ensure(9)
             if self.frame >= 0:
                 raise self._error("a frame inside a frame")
             size = int.from_bytes(self.buffer[self.pos + 1 : self.pos + 9], "little")
@@ -411,11 +411,11 @@ class _Lexer:
             if end >= 0:
                 self.pos = end
                 return
-            self._need(length + 1, 2 * length + _FIRST_WINDOW)
+            self._ensure(length + 1, 2 * length + _FIRST_WINDOW)
 
     # The window ---------------------------------------------------------------------------------------------------
 
-    def _need(self, length: int, window: int = 0) -> None:
+    def _ensure(self, length: int, window: int = 0) -> None:
         """Ensures that the window holds this many bytes from here."""
         self._check_room(length)
         if self.pos + length > len(self.buffer):
@@ -429,14 +429,14 @@ class _Lexer:
             what = f"{length:,} bytes are expected, {self.data.length - self.base - self.pos:,} are there"
             raise self._error(what, Truncated, "The pickle was cut off.")
 
-    def _move(self, place: int, length: int) -> None:
+    def _move(self, offset: int, length: int) -> None:
         """Keeps what was passed, and continues at another place in the data."""
         self._keep(self.buffer[: self.pos], self.base)
-        self.buffer = self.data.read(place, min(length, self.data.length - place))
-        self.base, self.pos = place, 0
+        self.buffer = self.data.read(offset, min(length, self.data.length - offset))
+        self.base, self.pos = offset, 0
 
-    def _keep(self, part: bytes, place: int) -> None:
-        self.spots.append((self.size, place))
+    def _keep(self, part: bytes, offset: int) -> None:
+        self.spots.append((self.size, offset))
         self.parts.append(part)
         self.size += len(part)
         if self.size > MAX_SKELETON:

@@ -99,7 +99,7 @@ class _Encoder:
         self.puts: list[int] | None = None  # where in `out` a tensor's parts are memoized, while recorded
         self.templates: dict[Any, _Template] = {}  # by everything that plain tensors may share
 
-    def _recalled(self, key: Any, unfinished: bytes = b"") -> bool:
+    def _recall(self, key: Any, unfinished: bytes = b"") -> bool:
         """Recalls a value that was written before; False if it was not. unfinished: opcodes that drop parts of it."""
         index = self.memo.get(key)
         if index is None:
@@ -254,8 +254,8 @@ class _Encoder:
         puts, self.puts = self.puts, None
         # Everything but the key and the tensor was in the memo before.
         if is_plain and is_new and first > 255 and len(self.memo) == memo_size + 2:
-            ends = [*(place + 1 for place in puts[1:]), len(out)]
-            fields = [item for place, end in zip(puts, ends, strict=True) for item in (0, bytes(out[place + 5 : end]))]
+            ends = [*(put + 1 for put in puts[1:]), len(out)]
+            fields = [item for put, end in zip(puts, ends, strict=True) for item in (0, bytes(out[put + 5 : end]))]
             layout = struct.Struct("<" + "".join(f"I{len(part)}s" for part in fields[1::2]))
             self.templates[kind] = _Template(bytes(out[begin_at : puts[0] - len(raw) - 4]), layout, fields)
 
@@ -284,7 +284,7 @@ class _Encoder:
                 out += b"("
             yield from value
             # If it contains itself, it was written in between.
-            if not self._recalled(key, b"1" if len(value) > 3 else b"0" * len(value)):
+            if not self._recall(key, b"1" if len(value) > 3 else b"0" * len(value)):
                 out += _TUPLE[min(len(value), 4)]
                 self._put(key)
         elif isinstance(value, (Object, Composite)):
@@ -300,7 +300,7 @@ class _Encoder:
             out += b"]"
             self._put()
             yield from self._elements(value.items)
-            if not self._recalled(key, b"00"):
+            if not self._recall(key, b"00"):
                 out += b"\x85"
                 self._put()
                 out += b"R"
@@ -334,7 +334,7 @@ class _Encoder:
             parts.append(node.kwargs)
             self.protocol = 4
         yield from parts
-        if self._recalled(key, b"0" * len(parts)):  # one of its own arguments refers to it
+        if self._recall(key, b"0" * len(parts)):  # one of its own arguments refers to it
             return
         self.out += b"R" if node.how == "call" else b"\x92" if node.kwargs is not None else b"\x81"
         self._put(key)

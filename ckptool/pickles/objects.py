@@ -274,7 +274,7 @@ class ObjectMaker:
             self.reader.at = pos
             raise Corrupt("NaN as a dictionary key", "It equals not even itself, so nothing could be found by it.")
         elif not is_hashable(key):
-            raise self.reader.corrupt(pos, f"a {_kind(key)} as a dictionary key")
+            raise self.reader.corrupt(pos, f"a {_kind_name(key)} as a dictionary key")
 
     def append(self, target: Any, items: list[Any], pos: int) -> None:
         """Appends values to a list, or to an object that is like one."""
@@ -349,23 +349,23 @@ class ObjectMaker:
         if type(target) is Global:
             self.reader.at = pos
             return UnsafeObject(f"{what} {target} itself", "Loading the file would change what that name stands for.")
-        return self.reader.corrupt(pos, f"{what} a {_kind(target)}")
+        return self.reader.corrupt(pos, f"{what} a {_kind_name(target)}")
 
     def discarded(self, root: Any) -> tuple[Any, ...]:
         """The objects and names that are not inert and not in the tree: loading makes and imports them nevertheless."""
         names = {name for name in self.names if not stands_alone(name) and name not in self.builders}
         if not names and not self.objects:
             return ()
-        in_tree = set(map(id, visit(root, _parts)))
+        in_tree = set(map(id, visit(root, _inner_parts)))
         lost = [node for node in self.objects.values() if id(node) not in in_tree]
         names -= {node.fn for node in lost if type(node.fn) is Global}
         return (*lost, *sorted((name for name in names if id(name) not in in_tree), key=str))
 
 
-def _parts(node: Any) -> Iterator[Any]:
+def _inner_parts(node: Any) -> Iterator[Any]:
     """The parts of a node, without the leaves that builders made, of which a table has hundreds of thousands."""
     return (part for part in structural_parts(node) if not isinstance(part, TakesState))
 
 
-def _kind(value: Any) -> str:
+def _kind_name(value: Any) -> str:
     return value.name if isinstance(value, Object) else type(value).__name__

@@ -74,7 +74,7 @@ def expand(node: Object) -> Any:
 def _from_arguments(node: Object, levels: int = 3) -> Any:
     """What a function of the table makes from an object's arguments, each of one of the listed types.
 
-    Raises `TypeError` for an object with more than arguments, or with more of them, or deeper nested, than a date has.
+    Raises `TypeError` for an object that has more than arguments, or more or deeper nested ones than a date has.
     """
     make, *kinds = _FROM_ARGUMENTS[value_word(node.fn)]
     is_bare = node.state is MISSING or node.state is None or node.state == {}
@@ -136,7 +136,7 @@ _FROM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 # Containers, configuration, torch and numpy ---------------------------------------------------------------------------
 
 
-def _list(node: Object) -> Any:
+def _listed_items(node: Object) -> Any:
     """The items that a list, a tuple or a deque was made from, and those appended to it."""
     first = node.args[0] if node.args else []
     return [*first, *(node.elements or ())] if isinstance(first, (list, tuple)) else NotImplemented
@@ -182,8 +182,8 @@ _VALUES: dict[str, Make] = {
     "items or attributes": lambda node: dict(node.items if node.items is not None else node.attributes),
     "counter": lambda node: {**(node.args[0] if node.args else {}), **(node.items or {})},
     "dict": lambda node: dict(node.items or {}) if not node.args else NotImplemented,
-    **dict.fromkeys(("deque", "list"), _list),
-    "tuple": lambda node: NotImplemented if (items := _list(node)) is NotImplemented else tuple(items),
+    **dict.fromkeys(("deque", "list"), _listed_items),
+    "tuple": lambda node: NotImplemented if (items := _listed_items(node)) is NotImplemented else tuple(items),
     # None and missing values (`???`) stay as they are
     "omegaconf": _attribute("_content", dict, list, str, type(None)),
     "omegaconf node": _attribute("_val", object),
@@ -214,12 +214,12 @@ def _summary(value: Any, width: int) -> str:
         case dict():
             return counted(len(value), "item") if value else "{}"
         case list():
-            return _listed(value, "list", "[", "]", width)
+            return _short_list(value, "list", "[", "]", width)
         case tuple():
-            return _listed(value, "tuple", "(", ",)" if len(value) == 1 else ")", width)
+            return _short_list(value, "tuple", "(", ",)" if len(value) == 1 else ")", width)
         case Set(items=items):
             name = "frozenset" if value.frozen else "set"
-            return _listed(items, name, "{", "}", width) if items else f"empty {name}"
+            return _short_list(items, name, "{", "}", width) if items else f"empty {name}"
         case Object():
             parts = {"attribute": value.attributes, "item": value.items, "element": value.elements}
             having = " and ".join(counted(len(part), word) for word, part in parts.items() if part)
@@ -237,7 +237,7 @@ def _summary(value: Any, width: int) -> str:
     return printable(str(value))
 
 
-def _listed(items: Sequence[Any], name: str, begin: str, end: str, width: int) -> str:
+def _short_list(items: Sequence[Any], name: str, begin: str, end: str, width: int) -> str:
     """The items if they are few and short, else how many there are."""
     if len(items) <= 8 and all(isinstance(item, (str, int, float, bool, type(None))) for item in items):
         text = f"{begin}{', '.join(_summary(item, width) for item in items)}{end}"
@@ -297,10 +297,10 @@ class _Json:
             return {"...": summary(value)}
         match value:
             case dict():
-                return {self._key(key, value): self.value(item, depth + 1) for key, item in self._some(value.items())}
+                return {self._key(key, value): self.value(item, depth + 1) for key, item in self._capped(value.items())}
             case list() | tuple() | Set():
                 items = value.items if isinstance(value, Set) else value
-                return [self.value(item, depth + 1) for item in self._some(items)]
+                return [self.value(item, depth + 1) for item in self._capped(items)]
             case bytes() | bytearray():
                 small = len(value) <= MAX_JSON_BYTES and self._affordable(len(value))
                 return {"base64": base64.b64encode(value).decode()} if small else {"bytes": len(value)}
@@ -324,7 +324,7 @@ class _Json:
                 return summary(value)
         return printable(str(value))
 
-    def _some(self, values: Any) -> Iterator[Any]:
+    def _capped(self, values: Any) -> Iterator[Any]:
         for value in values:
             if self.budget < 0:
                 return

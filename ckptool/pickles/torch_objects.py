@@ -97,7 +97,7 @@ def _ordered_dict(spend: Spend, args: tuple[Any, ...]) -> Any:
     return NotImplemented
 
 
-def _plain(name: str, spend: Spend, args: tuple[Any, ...]) -> Any:
+def _python_value(name: str, spend: Spend, args: tuple[Any, ...]) -> Any:
     """The value of a call of one of Python's types, or of `_codecs.encode`."""
     match (name, *args):
         case ["set" | "frozenset", list() | tuple() as items]:
@@ -124,15 +124,15 @@ def _plain(name: str, spend: Spend, args: tuple[Any, ...]) -> Any:
         case ["bytearray", LongValue(kind="bytes") as stub]:
             return LongValue(stub.data, "bytearray", stub.of or stub)
         case ["bytearray", text, codec]:
-            return _plain("bytearray", spend, (_plain("encode", spend, (text, codec)),))
+            return _python_value("bytearray", spend, (_python_value("encode", spend, (text, codec)),))
     return NotImplemented
 
 
-_PLAIN_BUILDERS: dict[Global, Builder] = {
+_PYTHON_BUILDERS: dict[Global, Builder] = {
     ORDERED_DICT: PerPickle(_ordered_dict),
-    Global("_codecs", "encode"): PerPickle(partial(_plain, "encode")),
+    Global("_codecs", "encode"): PerPickle(partial(_python_value, "encode")),
     **{
-        Global(module, name): PerPickle(partial(_plain, name))
+        Global(module, name): PerPickle(partial(_python_value, name))
         for module in ("builtins", "__builtin__")
         for name in ("set", "frozenset", "complex", "bytes", "bytearray")
     },
@@ -333,7 +333,7 @@ _TENSOR_CLASSES: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
 
 
 def _composite(fn: Global, args: tuple[Any, ...]) -> Any:
-    facts = _facts(fn.name, args)
+    facts = _tensor_facts(fn.name, args)
     if facts is None:
         return NotImplemented
     kind, dtype, shape = facts
@@ -343,7 +343,7 @@ def _composite(fn: Global, args: tuple[Any, ...]) -> Any:
     return Composite(Object(fn, args), kind, dtype, sizes, partial(_composite, fn))
 
 
-def _facts(name: str, args: tuple[Any, ...]) -> tuple[str, DType | None, Any] | None:
+def _tensor_facts(name: str, args: tuple[Any, ...]) -> tuple[str, DType | None, Any] | None:
     """The kind, element type and shape of a rebuild call's tensor; None for arguments that torch does not write."""
     match (name, *args):
         case ["_rebuild_parameter_with_state", TensorEntry() | Composite() as data, _, hooks, _] if no_hooks(hooks):
@@ -387,11 +387,11 @@ def _facts(name: str, args: tuple[Any, ...]) -> tuple[str, DType | None, Any] | 
             builder = BUILDERS.get(fn) if type(fn) is Global and fn.module == "torch._utils" else None
             tensor = builder(inner) if builder is not None else None
             if isinstance(tensor, (TensorEntry, Composite)):
-                return ("with attributes" if str(cls) in _PLAIN else str(cls)), tensor.dtype, tensor.shape
+                return ("with attributes" if str(cls) in _PLAIN_CLASSES else str(cls)), tensor.dtype, tensor.shape
     return None
 
 
-_PLAIN = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+_PLAIN_CLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
 def _from_type(args: tuple[Any, ...]) -> Any:
@@ -481,7 +481,7 @@ BUILDERS: dict[Global, Callable[[tuple[Any, ...]], Any]] = {
     REBUILD_TENSOR_V2: _rebuild_tensor_v2,
     REBUILD_TENSOR_V3: _rebuild_tensor_v3,
     REBUILD_PARAMETER: _rebuild_parameter,
-    **_PLAIN_BUILDERS,
+    **_PYTHON_BUILDERS,
     **_TENSOR_CLASSES,
     REBUILD_FROM_TYPE: _from_type,
     **{Global(module, "__newobj__"): _newobj for module in ("copyreg", "copy_reg")},

@@ -108,9 +108,9 @@ class _Plain:
                 list: _list,
                 tuple: lambda value: FromParts(value, lambda parts: tuple(map(_or_none, parts))),
                 Set: self._set,
-                bytes: lambda value: value or self._became(value, bytearray(), "an empty bytearray"),
-                ByteString: lambda value: self._became(value, bytes(value), "bytes"),
-                Global: lambda name: name if _is_allowed(name) else self._became(name, str(name), "its name"),
+                bytes: lambda value: value or self._note(value, bytearray(), "an empty bytearray"),
+                ByteString: lambda value: self._note(value, bytes(value), "bytes"),
+                Global: lambda name: name if _is_allowed(name) else self._note(name, str(name), "its name"),
                 Composite: self._composite,
                 Object: self._object,
                 object: str,  # a date, a path, a fraction: its text; the object was noted already
@@ -120,15 +120,15 @@ class _Plain:
     def _set(self, value: Set) -> FromParts:
         def make(parts: list[Any]) -> Set:
             pairs = zip(value.items, parts, strict=True)
-            result = Set([_key(old, new) for old, new in pairs if new is not DROPPED])
-            return self._became(value, result, "a set") if value.frozen else result
+            result = Set([_valid_key(old, new) for old, new in pairs if new is not DROPPED])
+            return self._note(value, result, "a set") if value.frozen else result
 
         return FromParts(value.items, make)
 
     def _composite(self, value: Composite) -> Any:
         call = value.made
         if canonical(call.fn) == _FROM_TYPE and len(call.args) == 4:
-            if canonical(call.args[1]) in _TENSOR_TYPES and _is_plain(call.args[3]):
+            if canonical(call.args[1]) in _TENSOR_TYPES and _is_accepted(call.args[3]):
                 return value
             # of its own class, or with attributes: the plain tensor that it was made from
             from ckptool.pickles.torch_objects import BUILDERS
@@ -136,18 +136,18 @@ class _Plain:
             builder = BUILDERS.get(call.args[0])
             inner = builder(call.args[2]) if builder is not None else NotImplemented
             if isinstance(inner, TensorEntry):
-                return self._became(value, inner, f"a plain tensor, without what made it {printable(value.kind)}")
-        elif _is_called(call.fn) and _is_plain(call.args):
+                return self._note(value, inner, f"a plain tensor, without what made it {printable(value.kind)}")
+        elif _is_called(call.fn) and _is_accepted(call.args):
             return value
-        return self._became(value, DROPPED, f"a {value.kind} tensor")
+        return self._note(value, DROPPED, f"a {value.kind} tensor")
 
     def _object(self, node: Object) -> Any:
         if _is_plain_call(node) and node.how == "call" and not node.items:
             return FromParts([node.args], lambda parts: Object(node.fn, parts[0]))
-        value = self._became(node, *_plain_form(node))
+        value = self._note(node, *_plain_form(node))
         return value if value is DROPPED or type(value) in SCALARS else self.mapper.handled(value)
 
-    def _became(self, node: Any, value: Any, word: str) -> Any:
+    def _note(self, node: Any, value: Any, word: str) -> Any:
         """Notes that a node became a value, and returns the value."""
         name = printable(_NAMES.get(type(node), lambda _: type(node).__name__)(node))
         is_kept, what = value is not DROPPED, printable(word)
@@ -165,7 +165,7 @@ def _put(target: dict[Any, Any], key: Any, new: Any, item: Any) -> None:
     """Sets an item. Raises `Conflict` for a key that is there already."""
     if item is DROPPED or new is DROPPED:
         return
-    new = _key(key, new)
+    new = _valid_key(key, new)
     if new in target:
         what, why = f"two keys of a dictionary would both become {str(new)!r}", "One of the two values would be lost."
         fix = f"Drop one of them first: {command('edit', FILE, drop=ADDRESS, out=OUT)}"
@@ -173,7 +173,7 @@ def _put(target: dict[Any, Any], key: Any, new: Any, item: Any) -> None:
     target[new] = item
 
 
-def _key(old: Any, new: Any) -> Any:
+def _valid_key(old: Any, new: Any) -> Any:
     """A key, or an item of a set; as text if it became, or contains, something unhashable."""
     return new if type(new) in SCALARS or all(map(is_hashable, visit(new))) else str(old)
 
@@ -229,7 +229,7 @@ def _is_plain_call(node: Object) -> bool:
     return _is_called(node.fn) and not canonical(node.fn).startswith("torch._utils.") and node.state is MISSING
 
 
-def _is_plain(args: Any) -> bool:
+def _is_accepted(args: Any) -> bool:
     """True if the arguments of a rebuild call contain nothing that `weights_only` refuses."""
 
     def arguments(node: Any) -> Iterable[Any]:  # a node's parts; of a call the arguments: its name is judged with it

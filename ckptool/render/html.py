@@ -65,8 +65,8 @@ def report_html(report: Report) -> str:
     return f'<div style="overflow-x:auto">{fitting(pieces, LIMIT, "… and more")}</div>'
 
 
-def _parts(told: Told) -> Iterator[Any]:
-    for part in told:
+def _parts(parts: Told) -> Iterator[Any]:
+    for part in parts:
         if callable(part):
             yield from _parts(part(None))
         elif part is not None:

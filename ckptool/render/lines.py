@@ -72,7 +72,7 @@ WIDEST = 72  # column: few very long cells stand out
 
 
 def text(report: Report, *, style: Style = PLAIN, **view: Any) -> str:
-    """What a report tells, in lines.  view: options of its `told`."""
+    """The text of a report, in lines.  view: options of its `told`."""
     return "".join(f"{line}\n" for line in lines(report.told(**view), style))
 
 
@@ -84,20 +84,20 @@ def error_text(error: CkptoolError, style: Style = PLAIN) -> str:
     return style.page("\n".join(lines) + "\n")
 
 
-def lines(told: Told, style: Style = PLAIN) -> Iterator[str]:
+def lines(parts: Told, style: Style = PLAIN) -> Iterator[str]:
     """The lines of a report, escaped; an empty one only between two others."""
-    gap, begun = False, False
-    for line in _every(told, style):
+    gap, is_begun = False, False
+    for line in _all_lines(parts, style):
         if line is not None:
-            yield from [""] if gap and begun else []
+            yield from [""] if gap and is_begun else []
             yield line
-            begun = True
+            is_begun = True
         gap = line is None
 
 
-def _every(told: Told, style: Style) -> Iterator[str | None]:
+def _all_lines(parts: Told, style: Style) -> Iterator[str | None]:
     """Every line; None for an empty one between others."""
-    for part in told:
+    for part in parts:
         if isinstance(part, Verbatim):
             yield from map(printable, part.split("\n"))
         elif isinstance(part, str):
@@ -109,7 +109,7 @@ def _every(told: Told, style: Style) -> Iterator[str | None]:
             fix = part.fix if isinstance(part.fix, Command) else Command(part.fix)
             yield from [f"  {style.cyan(style.spelled(fix))}"] if fix else []
         elif callable(part):
-            yield from _every(part(style.width), style)
+            yield from _all_lines(part(style.width), style)
         elif part is not None:
             yield "".join(_marked(piece, style) for piece in part).rstrip() or None
 

@@ -71,10 +71,10 @@ def page(report: CheckpointReport) -> str:
             storages = f"{counted(contents.storages, 'storage')} of {size(contents.tensor_bytes)}"
             facts += [storages, engine_of(contents.metadata)]
             facts += [contents.part.label] if contents.part else []
-        about = {"name": file.diagnosis.file or "in memory", "facts": " · ".join(filter(None, facts))}
-        about |= {name: getattr(file, name) for name in ("inspection", "diagnosis", "health")}
+        header = {"name": file.diagnosis.file or "in memory", "facts": " · ".join(filter(None, facts))}
+        header |= {name: getattr(file, name) for name in ("inspection", "diagnosis", "health")}
         letter = "AB"[side] * (len(report.files) > 1)
-        files.append({**about, "letter": letter, "verdicts": list(_verdicts(file)), "parts": _parts_of(file)})
+        files.append({**header, "letter": letter, "verdicts": list(_verdicts(file)), "parts": _parts_of(file)})
     return environment.get_template("report.html").render(
         report=report,
         policy="default-src 'none'; style-src {}; script-src {}; base-uri 'none'; form-action 'none'".format(*hashes),
@@ -117,7 +117,7 @@ def curve_path(curve: Curve, width: int, height: int) -> str:
 
 
 def _verdicts(file: FileReport) -> Iterator[tuple[str, str, str, str]]:
-    """The four questions, answered as far as was looked: question, tone (`good`, `bad`, `warn`), answer, detail."""
+    """Four questions, answered as far as values were read: question, tone (`good`, `bad`, `warn`), answer, detail."""
     if file.inspection is None:
         yield "Does it load?", "bad", "It cannot be opened", "What it is, and what to do, stands below."
         return
@@ -184,7 +184,7 @@ class Cell(NamedTuple):
 def treemap(
     divided: Sequence[PartSummary], statistics: Mapping[str, Statistics], width: float, height: float
 ) -> Iterator[Cell]:
-    """The modules of all parts as cells whose areas are as their bytes; the largest are divided while there is room."""
+    """The modules of all parts as cells with areas as their bytes; the largest are divided while there is room."""
     total, limit = sum(part.bytes for part in divided), max(int(CELLS * width / 1_000), 56)
     shown = heapq.nlargest(limit, [part for part in divided if part.bytes], key=lambda part: part.bytes)
     areas = boxes([part.bytes for part in shown], (0, 0, width, height))
@@ -197,7 +197,7 @@ def treemap(
 def _modules(part: PartSummary, statistics: Mapping[str, Statistics], limit: int) -> Iterator[Cell]:
     """A part's modules, largest first; small ones go together in the cell of the module that they are in."""
     items = list(zip([address(row.path) for row in part.rows], part.sizes, strict=True))
-    start, groups = _divided(items, len(part.root.address) + 1 if part.root.address else 0)
+    start, groups = _by_piece(items, len(part.root.address) + 1 if part.root.address else 0)
     todo: list[tuple[int, int, str, list[Item]]] = []
     cells: list[tuple[int, int, str, list[Item]]] = []
     while True:
@@ -206,7 +206,7 @@ def _modules(part: PartSummary, statistics: Mapping[str, Statistics], limit: int
         if not todo or len(todo) + len(cells) > limit:  # there is no room to divide any of them
             break
         cell = heapq.heappop(todo)
-        _, groups = _divided(cell[3], len(cell[2]) + 1)
+        _, groups = _by_piece(cell[3], len(cell[2]) + 1)
         is_flat = all(place == name for name, group in groups.items() for place, _ in group)  # tensors alone
         if is_flat or len(groups) + len(todo) + len(cells) > limit:
             cells, groups = [*cells, cell], {}
@@ -221,7 +221,7 @@ def _modules(part: PartSummary, statistics: Mapping[str, Statistics], limit: int
             yield Cell(name, label, [place for place, _ in members] == [name], len(members), nbytes, hue, bad)
 
 
-def _divided(items: Sequence[Item], start: int) -> tuple[int, dict[str, list[Item]]]:
+def _by_piece(items: Sequence[Item], start: int) -> tuple[int, dict[str, list[Item]]]:
     """Items by what their names have in common up to the end of the first piece in which they differ, or of their last
     one; and where that piece begins, which is not before `start`."""
     common = os.path.commonprefix([name for name, _ in items])  # noqa: RUF071 -- of texts
@@ -238,7 +238,7 @@ def _piece(name: str, start: int) -> str:
 
 
 def boxes(sizes: Sequence[float], area: Box) -> list[Box]:
-    """Boxes of these sizes, the largest first, that fill an area and are nearly squares.
+    """Boxes of these sizes, the largest first, that fill an area and are nearly square.
     Bruls, Huizing, van Wijk, "Squarified treemaps" (2000)."""
     x, y, width, height = area
     side, scale = min(width, height), width * height / (sum(sizes) or 1)
@@ -278,7 +278,7 @@ def packed(report: CheckpointReport, compared: _Compared | None) -> str:
             for index, row in enumerate(part.rows):
                 tied = part.rows[part.tied[index]].address if index in part.tied else 0
                 change = compared.change(side, row) if compared is not None else 0
-                rows.append((row.address, len(names) - 1, *_cells(row, tied, file), change))
+                rows.append((row.address, len(names) - 1, *_tensor_cells(row, tied, file), change))
     columns = dict(zip(COLUMNS, zip(*rows, strict=True), strict=True))
     files = [file.diagnosis.file for file in report.files]
     table = {"files": files, "parts": names, "diff": compared is not None, "columns": columns}
@@ -286,7 +286,7 @@ def packed(report: CheckpointReport, compared: _Compared | None) -> str:
     return b64encode(compress(text.encode(), 5)).decode()
 
 
-def _cells(row: TensorRow, tied: str | int, file: FileReport) -> Iterator[Any]:
+def _tensor_cells(row: TensorRow, tied: str | int, file: FileReport) -> Iterator[Any]:
     """The cells of a tensor from its dtype to its thumbnail: rows, columns, the value of the strongest shade, a digit
     for each block."""
     assert file.inspection is not None
@@ -334,16 +334,16 @@ class _Compared:
 
     def __init__(self, diff: Diff, parts: Sequence[Checkpoint]) -> None:
         self.diff, self.bases = diff, [part.base for part in parts]
-        self.places: list[dict[Any, list[tuple[Any, ...]]]] = [{}, {}]
-        for paths_of, part in zip(self.places, parts, strict=True):
+        self.paths: list[dict[Any, list[tuple[Any, ...]]]] = [{}, {}]
+        for by_view, part in zip(self.paths, parts, strict=True):
             for path, tensor in tensors(part.tree):
-                paths_of.setdefault(tensor.view, []).append(path)
+                by_view.setdefault(tensor.view, []).append(path)
         self.only = {address(path) for path, _ in (*diff.only_left, *diff.only_right)}
         self.changed = {change.address: change for change in diff.changed}
 
     def name(self, side: int, row: TensorRow) -> str | None:
         """The compared name of a tensor of the first or second file; None where it was not compared."""
-        base, paths = self.bases[side], self.places[side].get(row.tensor.view, [])
+        base, paths = self.bases[side], self.paths[side].get(row.tensor.view, [])
         path = row.path[len(base) :] if row.path[: len(base)] == base else None
         if paths and path not in paths:
             path = paths[0]
@@ -371,29 +371,29 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
     if any("shape" in change.aspects for change in diff.changed):
         remarks.append("Values are compared only where the shapes agree.")
     # What changed, in a few words for each kind of change.
-    clauses, odd = list[str](), list[set[str | None]]()
+    clauses, bad = list[str](), list[set[str | None]]()
     for side, file in enumerate(report.files):
         statistics = file.inspection.statistics if file.inspection is not None else {}
         rows = file.inspection.tensors if file.inspection is not None else ()
         of_row = ((row, statistics.get(row.address)) for row in rows)
-        odd.append({compared.name(side, row) for row, stats in of_row if stats and (stats.nans or stats.infs)} - {None})
-    for letter, new in (("B", odd[1] - odd[0]), ("A", odd[0] - odd[1])):
+        bad.append({compared.name(side, row) for row, stats in of_row if stats and (stats.nans or stats.infs)} - {None})
+    for letter, new in (("B", bad[1] - bad[0]), ("A", bad[0] - bad[1])):
         if new:
-            clauses.append(f"NaN or Inf only in {letter}: {_named(sorted(filter(None, new)))}")
+            clauses.append(f"NaN or Inf only in {letter}: {_names_text(sorted(filter(None, new)))}")
     by_text: dict[str, list[str]] = {}
     for name, text in aspect_rows(diff):
         by_text.setdefault(text, []).append(name)
-    clauses += [f"{cut(text, 90)} in {_named(names)}" for text, names in list(by_text.items())[:3]]
+    clauses += [f"{cut(text, 90)} in {_names_text(names)}" for text, names in list(by_text.items())[:3]]
     if len(by_text) > 3:
         clauses.append(counted(len(by_text) - 3, "more change of that kind", "more changes of that kind"))
     if values:
         deltas = [change.values for _, change in values if change.values is not None]
         changed, total, largest = totals(deltas)
         extent = f": {changed:,} of {counted(total, 'element')}, by up to {number(largest)}" if deltas else ""
-        clauses.append(f"values changed in {_named([name for name, _ in values])}{extent}")
+        clauses.append(f"values changed in {_names_text([name for name, _ in values])}{extent}")
     for letter, only in (("A", diff.only_left), ("B", diff.only_right)):
         if only:
-            clauses.append(f"only in {letter}: {_named([address(path) for path, _ in only], 'entry', 'entries')}")
+            clauses.append(f"only in {letter}: {_names_text([address(path) for path, _ in only], 'entry', 'entries')}")
     if entries := [f"{cut(name, 60)} {cut(text, 60)}" for name, text in entry_rows(diff)]:
         more = f" and {len(entries) - 3:,} more" if len(entries) > 3 else ""
         clauses.append(f"entries changed: {', '.join(entries[:3])}{more}")
@@ -419,8 +419,8 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
     }
 
 
-def _named(names: Sequence[str], one: str = "tensor", many: str = "") -> str:
-    """Their number, and the first two of their groups."""
+def _names_text(names: Sequence[str], one: str = "tensor", many: str = "") -> str:
+    """The number of names, and the first two of their groups."""
     groups = [text for text, _ in folded((name, None) for name in names)]
     shown = [cut(group, 90) or WHOLE for group in groups[:2]]
     if len(groups) > 2:

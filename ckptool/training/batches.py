@@ -1,9 +1,9 @@
-"""A place in any data: which epoch, how many batches into it, and how to get back there with the same random draws.
+"""A position in any data: which epoch, how many batches into it, and how to return to it with the same random draws.
 
 `iter(DataLoader)` draws from the global generator, and so does the first batch of a shuffled one. So the random state
-at the beginning of an epoch is saved too: a resumed run begins the epoch again with it, fetches the batches that were
-trained on without training on them, and only then takes the random state of the checkpoint. So the data set draws the
-same numbers in the same order, in this process and in workers. A loader with a `state_dict` (torchdata's
+at the beginning of an epoch is saved, too: a resumed run begins the epoch again with it, fetches the batches that were
+trained on without training on them, and only then takes the random state of the checkpoint. The data set then draws
+the same numbers in the same order, in this process and in workers. A loader with a `state_dict` (torchdata's
 StatefulDataLoader) resumes from that instead, and fetches nothing again.
 """
 
@@ -40,10 +40,10 @@ class Position:
         self.body: rng.State | None = None
         self.loader_state: Any = None
         self.loader: Any = None
-        self.parts: dict[str, Any] = {}  # the states with which given parts of the loader began the epoch
+        self.parts: dict[str, Any] = {}  # the states of saved parts of the loader when the epoch began
 
     def next_epoch(self, completed: int) -> None:
-        """Goes to the beginning of the next epoch, after so many steps in all."""
+        """Moves to the beginning of the next epoch. completed: the steps so far."""
         self.epoch, self.batch, self.began = self.epoch + 1, 0, completed
         self.start = self.body = self.loader_state = None
         self.parts = {}
@@ -110,7 +110,7 @@ def generators_of(loader: Any) -> dict[str, Any]:
 
 
 def epochs_of(loader: Any) -> list[str]:
-    """The names of the attribute `epoch` in everything with `set_epoch`, as they are reached from `loader`."""
+    """The attributes `epoch` of a loader's parts with `set_epoch`, by their paths: `loader.sampler.epoch`."""
     names = [name for name, part in parts_of(loader).items() if callable(getattr(part, "set_epoch", None))]
     return [f"{name}.epoch" if name == "loader" else f"loader.{name}.epoch" for name in names]
 
@@ -151,7 +151,7 @@ def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]
         if getattr(loader, "num_workers", 0) and batches is not None:
             end_workers(batches)
             if not has_state(loader):
-                make_ready(loader)  # the script may begin it again
+                make_ready(loader)  # the script may iterate over it again
 
 
 def _epoch_iterator(loader: Any, position: Position) -> Iterator[Any]:
@@ -228,5 +228,5 @@ def end_workers(*which: Any) -> None:
         batches._shutdown_workers()
 
 
-# Before the interpreter does: it would send them a signal that is blocked, and wait.
+# Before the interpreter's own exit handler, which would send workers a signal that is blocked, and wait.
 atexit.register(end_workers)

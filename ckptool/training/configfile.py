@@ -69,7 +69,7 @@ def checked(values: Any, path: str, lines: Mapping[Place, int] | None = None, ch
     for change in changes:
         place, value = assignment(change)
         _set(values, place, rooted(value, os.curdir, place))
-    for section, key in (values, "cudnn_benchmark"), (values.get("log"), "csv"):  # of older runs, where they were false
+    for section, key in (values, "cudnn_benchmark"), (values.get("log"), "csv"):  # keys of older runs, always false
         if isinstance(section, dict) and section.get(key) is False:
             del section[key]
     try:
@@ -97,10 +97,10 @@ def checked(values: Any, path: str, lines: Mapping[Place, int] | None = None, ch
             words += f" (it is {_KINDS.get(type(value)) or repr(value)[:80]})" if kind != "value_error" else ""
         line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), 0)
         numbered.append((line, f"{path}{f':{line}' if line else ''}: {words}"))
-    wrong = [sentence for _, sentence in sorted(numbered, key=lambda entry: entry[0])]
+    sentences = [sentence for _, sentence in sorted(numbered, key=lambda entry: entry[0])]
     raise UsageError(
-        wrong[0] if len(wrong) == 1 else f"{path}: {counted(len(wrong), 'problem')}",
-        TextLines(*(wrong if len(wrong) > 1 else ()), "Nothing was started."),
+        sentences[0] if len(sentences) == 1 else f"{path}: {counted(len(sentences), 'problem')}",
+        TextLines(*(sentences if len(sentences) > 1 else ()), "Nothing was started."),
         "All keys with what they mean: ckptool train --init",
     )
 
@@ -120,7 +120,7 @@ def _place(loc: Place, values: Any, missing: bool) -> Place:
 
 
 def assignment(text: str) -> tuple[Place, Any]:
-    """The place and value of `optim.main.lr=3e-4`. Raises `UsageError` where it is none."""
+    """The place and value of an assignment, `optim.main.lr=3e-4`. Raises `UsageError` for any other text."""
     key, separator, value = text.partition("=")
     key = key.removesuffix(":")  # `:=`, as for values of JSON
     if not separator or not key.strip("."):
@@ -189,7 +189,7 @@ def _lines(node: yaml.Node, place: Place, seen: set[int]) -> Iterator[tuple[Plac
         return  # an alias
     seen.add(id(node))
     children: list[tuple[Any, yaml.Node, yaml.Node]] = []
-    if isinstance(node, yaml.MappingNode):  # whose keys are scalars; others the loader refuses
+    if isinstance(node, yaml.MappingNode):  # the loader refuses keys that are no scalars
         children = [(key.value, key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)]
     elif isinstance(node, yaml.SequenceNode):
         children = [(index, value, value) for index, value in enumerate(node.value)]
@@ -232,7 +232,7 @@ def dotted(place: Place) -> str:
 
 
 def reopen_to_prune(folder: str, changes: Sequence[str], *, write: bool) -> RunFolder:
-    """An existing run of the harness or of `ckptool.Run`, its retention changed for this once."""
+    """An existing run of the harness or of `ckptool.Run`, with changes of its retention for this time only."""
     run_id, text = run_folder.recorded(folder)
     recorded = run_folder.values_of(text)
     if LOOP in recorded:  # a run of `ckptool.Run` records its rules in the form of a configuration
@@ -245,9 +245,9 @@ def reopen_to_prune(folder: str, changes: Sequence[str], *, write: bool) -> RunF
 
 
 def retention_of(config: Config) -> Retention:
-    """The checkpoints that a configuration wants to keep."""
-    save, by = config.save, config.eval
-    return Retention(save.keep_last, save.keep_best, save.keep_every, by.metric, by.mode)
+    """The rules of a configuration for which checkpoints to keep."""
+    save, evaluation = config.save, config.eval
+    return Retention(save.keep_last, save.keep_best, save.keep_every, evaluation.metric, evaluation.mode)
 
 
 def recorded_config(folder: str) -> tuple[str, Config]:
@@ -305,9 +305,9 @@ def example(**sections: Any) -> str:
 
 
 def begun(folder: str) -> str:
-    """Writes a run.yaml, and a model.py that it names, into a folder; what was written, and what to type next.
+    """Writes a run.yaml, and a model.py that it names, into a folder; returns what was written, and what to type next.
 
-    Raises `OutputExists` where one of them is there.
+    Raises `OutputExists` if one of them exists.
     """
     model, run = os.path.join(folder, "model.py"), os.path.join(folder, "run.yaml")
     if existing := [path for path in (model, run) if os.path.lexists(path)]:
@@ -322,7 +322,7 @@ def begun(folder: str) -> str:
 
 
 def _explained(section: type[BaseModel], values: dict[str, Any], indent: str) -> Iterator[str]:
-    """A line for each key that has a value, or for each of its own keys."""
+    """A line for each key that has a value; for a section without words of its own, a line for each of its keys."""
     for key, field in keys_of(section).items():
         words, below = field.description or "", section_in(field.annotation)
         if key not in values:

@@ -40,13 +40,13 @@ Collate = Callable[[list[Any]], Any]
 Position = dict[str, Any]
 Shard = Callable[[list[Any]], list[Any]]
 Share = tuple[list[Any], int, int]  # of a micro-batch: the samples, how many count, how many all processes have
-Parts = list[tuple[Any, int, int]]  # the same of a step, collated
+Parts = list[tuple[Any, int, int]]  # the shares of a step, collated
 _END = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch on the device. size: its samples.  total: how many samples it stands for among all processes."""
+    """One micro-batch on the device. size: its samples.  total: those of the micro-batch in all processes together."""
 
     data: Any
     size: int
@@ -109,7 +109,7 @@ class Samples:
         return self.epoch_count // batch if self.settings.drop_last else -(-self.epoch_count // batch)
 
     def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
-        """The micro-batches of each step, from the trainer's to the last of the run. Closing it ends its workers."""
+        """The micro-batches of each step, from the trainer's next to the run's last. Closing it ends its workers."""
         world, micro_steps = trainer.world, trainer.config.train.accumulate
         steps = range(trainer.step, trainer.total_steps)
         source: Any = Picked(self.dataset, self.collate, self.seed)
@@ -127,10 +127,10 @@ class Samples:
         batch, per_epoch = self.settings.batch, self.steps_per_epoch
         ordered: Sequence[int] | None = None
         for step in steps:
-            epoch, place = divmod(step, per_epoch)
-            if place == 0 or ordered is None:
+            epoch, index = divmod(step, per_epoch)
+            if index == 0 or ordered is None:
                 ordered = self._order(epoch)
-            samples = [(epoch, self.train[i]) for i in ordered[place * batch : (place + 1) * batch]]
+            samples = [(epoch, self.train[i]) for i in ordered[index * batch : (index + 1) * batch]]
             yield shares(samples, micro_steps, shard)
 
     def _order(self, epoch: int) -> list[int]:
@@ -185,8 +185,8 @@ class Samples:
         """The batches to evaluate on, in order, with the randomness of an epoch. Closing it ends its workers."""
         dataset, indices = _held_out(self.settings.test) if on == "test" else (self.val, self.held_out)
         batch = self.settings.batch
-        places = [[(epoch, i) for i in indices[begin : begin + batch]] for begin in range(0, len(indices), batch)]
-        requests = [[(chunk, len(chunk), len(chunk))] for chunk in places]
+        pairs = [[(epoch, i) for i in indices[begin : begin + batch]] for begin in range(0, len(indices), batch)]
+        requests = [[(chunk, len(chunk), len(chunk))] for chunk in pairs]
         source = Picked(dataset, self.collate, self.seed, evaluated=True)
         with closing(self._loaded(source, requests, device)) as loader:
             for ((data, size, total),), _ in loader:
@@ -204,25 +204,25 @@ class Picked(Dataset[Any]):
         self.seed, self.epoch = derived(seed, "sample"), -1
 
     def __getitems__(self, shares: list[Share]) -> tuple[Parts, None]:
-        """The micro-batches of a step, collated; it has no position of its own."""
+        """The collated micro-batches of a step, without a position: a stream has one here."""
         # In a generator a StopIteration of the user's code is an error, and not the end of the data.
-        return [*((self._collated(places), size, total) for places, size, total in shares)], None
+        return [*((self._collated(pairs), size, total) for pairs, size, total in shares)], None
 
-    def _collated(self, places: list[tuple[int, int]]) -> Any:
+    def _collated(self, pairs: list[tuple[int, int]]) -> Any:
         """The collated samples of a micro-batch, all of one epoch."""
-        epoch = places[0][0]
+        epoch = pairs[0][0]
         if epoch != self.epoch:
             if self.epoch < 0 and torch.utils.data.get_worker_info() is not None:
                 own_numbers(self.dataset)
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
             self.epoch = epoch
-        plain = getattr(type(self.dataset), "__getitem__", None) is TensorDataset.__getitem__  # which draws nothing
+        plain = getattr(type(self.dataset), "__getitem__", None) is TensorDataset.__getitem__  # draws nothing
         columns: Any = getattr(self.dataset, "tensors", ())
         if plain and self.collate is stacked and all(isinstance(column, torch.Tensor) for column in columns):
-            return list(self.dataset[[index for _, index in places]])  # one look-up in each column
+            return list(self.dataset[[index for _, index in pairs]])  # one look-up in each column
         samples = []
-        for _, index in places:
+        for _, index in pairs:
             seed_all(CPU, self.seed, -1 if self.evaluated else epoch, index)
             samples.append(self.dataset[index])
         return self.collate(samples)
@@ -266,7 +266,7 @@ class Reader:
 
     @property
     def position(self) -> Position:
-        """The place of the next sample, as it is saved."""
+        """The position of the next sample, as it is saved."""
         return {"epoch": self.epoch, "samples": self.taken} | ({"state": self.state} if self.is_resumable else {})
 
     def next_samples(self, count: int) -> list[Any]:
@@ -281,7 +281,7 @@ class Reader:
         return samples
 
     def take(self, batch: int, drop_last: bool) -> list[Any]:
-        """The samples of a step, of the next epoch where this one is at its end."""
+        """The samples of a step, from the next epoch if this one is at its end."""
         while len(samples := self.next_samples(batch)) < batch:
             if self.taken < (batch if drop_last else 1):
                 ends = f"the stream ends after {counted(self.taken, 'sample')}"
@@ -334,7 +334,7 @@ def shares(samples: list[Any], micro_steps: int, shard: Shard) -> list[Share]:
 
 
 def own_numbers(dataset: Any) -> None:
-    """Gives a worker its own copy of numbers in shared memory, such as the epoch: another may be in another epoch."""
+    """Gives a worker its own copy of numbers in shared memory, such as the epoch, which may differ between workers."""
     for name, value in list(getattr(dataset, "__dict__", {}).items()):
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.untyped_storage().is_shared():
             setattr(dataset, name, value.clone())

@@ -56,7 +56,7 @@ class Choice:
 
     @property
     def typed(self) -> str:
-        """What to type for one of the user's own."""
+        """How to name one of the user's own."""
         return f"Your own is file.py:NAME, which {self.yours}"
 
     def find(self, name: str) -> Any:
@@ -142,16 +142,16 @@ def name_culprits() -> Iterator[None]:
             raise
         frames = traceback.extract_tb(error.__traceback__)
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-        last, theirs = frames[-1], [number for number, frame in enumerate(frames) if is_theirs(frame.filename)]
-        if theirs:
-            place = frames[theirs[-1]]
+        last, users = frames[-1], [number for number, frame in enumerate(frames) if is_theirs(frame.filename)]
+        if users:
+            frame = frames[users[-1]]
             raise UserCodeFailed(
-                f"{place.filename}:{place.lineno} raised {what}",
-                TextLines(*"".join(traceback.format_list(frames[theirs[0] :])).rstrip().split("\n")),
+                f"{frame.filename}:{frame.lineno} raised {what}",
+                TextLines(*"".join(traceback.format_list(frames[users[0] :])).rstrip().split("\n")),
                 "The error is in your code, not in ckptool's.",
             ) from error
         if last.filename.startswith(_OURS + os.sep) and not type(error).__module__.startswith("torch"):
-            raise  # a fault of ckptool's
+            raise  # a bug in ckptool
         raise RunFailed(
             f"training stopped: {what}",
             f"It was raised in {last.name} ({last.filename}:{last.lineno}).",
@@ -182,11 +182,11 @@ def parameters_matching(model: nn.Module, patterns: Patterns, what: str) -> list
             kind, _, suffix = pattern.removeprefix("type:").partition(".")
             is_type, fits = matcher(kind), matcher(suffix or "*")
             modules = ((prefix, module) for prefix, module in model.named_modules() if _is(module, is_type))
-            theirs = ((prefix, name) for prefix, module in modules for name, _ in module.named_parameters())
-            return {f"{prefix}.{name}".removeprefix(".") for prefix, name in theirs if fits(name)}.intersection(names)
+            params = ((prefix, name) for prefix, module in modules for name, _ in module.named_parameters())
+            return {f"{prefix}.{name}".removeprefix(".") for prefix, name in params if fits(name)}.intersection(names)
         matches = matcher(pattern)
-        inside = (name for name in names if any(map(matches, accumulate(name.split(".")[:-1], "{}.{}".format))))
-        return set(filter(matches, names)) or set(inside)
+        members = (name for name in names if any(map(matches, accumulate(name.split(".")[:-1], "{}.{}".format))))
+        return set(filter(matches, names)) or set(members)
 
     return _chosen(patterns, names, find, f"{what}: {{!r}} matches no parameter")
 

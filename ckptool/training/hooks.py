@@ -64,12 +64,12 @@ class Hooks:
             measures = call_user_code(getattr(hook, method), "hooks", name, *args) if hasattr(hook, method) else None
             if measures is not None and method in ("after_backward", "facts"):
                 if not isinstance(measures, Mapping):
-                    numbers(measures, "hooks", name)  # which raises
+                    numbers(measures, "hooks", name)  # raises
                 self.numbers.setdefault(name, {}).update(measures)
 
     @contextmanager
     def watching(self, trainer: Trainer, folder: str) -> Iterator[None]:
-        """Attaches the hooks while a run trains, with the profiler and TensorBoard where they are configured."""
+        """Attaches the hooks while a run trains, with the profiler and TensorBoard if they are configured."""
         config = trainer.config
         if trainer.world.is_first and config.profile is not None:
             by = f"self_{'cuda' if trainer.world.device.type == 'cuda' else 'cpu'}_time_total"
@@ -87,12 +87,12 @@ class Hooks:
                         call_user_code(hook.ended, "hooks", name, trainer)
                 except CkptoolError as error:
                     errors.append(error)
-        if errors:  # and nothing else stopped the run, which would be the news
+        if errors:  # an error that stopped the run is raised in their place
             raise errors[0]
 
     @property
     def profiled(self) -> str:
-        """The path of the profiler's table, where it was written."""
+        """The path of the profiler's table, if it was written, else ""."""
         return next((hook.written for _, hook in self.hooks if isinstance(hook, Profiler)), "")
 
     def facts(self) -> dict[str, float]:
@@ -151,7 +151,7 @@ class ActivationStats:
 class Profiler:
     """`torch.profiler` over some steps, once; the trace in the run's folder is for chrome://tracing or Perfetto.
 
-    by: what the table of the 20 operators that took the most time is sorted by.  written: its path, afterwards.
+    by: the sort key of the table of the 20 operators that took the most time.  written: its path, afterwards.
     """
 
     def __init__(self, settings: Profile, folder: str, by: str) -> None:

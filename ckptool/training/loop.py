@@ -53,7 +53,7 @@ def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
         except Exception as error:
             is_whole = 0 < trainer.step == run.step
             if is_whole and not trainer.world.distributed and not isinstance(error, FileProblem):
-                with suppress(Exception):  # the first error is the news
+                with suppress(Exception):  # the first error is the one to raise
                     trainer.facts |= hooks.facts() if trainer.pending else {}
                     run.save_now()
                     if isinstance(error, CkptoolError):
@@ -71,7 +71,7 @@ def _between(trainer: Trainer, run: TrainerRun, hooks: Hooks, rate: float) -> No
     config = trainer.config
     if is_due(trainer, trainer.eval_every):
         metrics = measured(trainer, lambda: run.stopping)
-        if metrics is None:  # to be done again
+        if metrics is None:  # the run is to stop; the evaluation is done again on resume
             trainer.facts |= hooks.facts() if trainer.world.is_first else {}
             return
         run.metrics = metrics
@@ -168,7 +168,7 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
     """
     world, scaler, config, task = trainer.world, trainer.scaler, trainer.config, trainer.config.task
     update, runners = trainer.updates[phase.model], trainer.runners
-    if config.strategy == "ddp":  # the others unwrapped, with no gradients to exchange
+    if config.strategy == "ddp":  # other models are not wrapped: they have no gradients to exchange
         runners = {**trainer.models, phase.model: runners[phase.model]}
     optimizer, kind = update.optimizer, update.kind
     optimizer.zero_grad(set_to_none=True)

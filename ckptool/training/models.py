@@ -54,9 +54,9 @@ def build_model(
         return model
     from ckptool.bridge.modules import load_into
 
-    strict, way = settings.strict, "error" if settings.strict else "skip"
+    strict, on_mismatch = settings.strict, "error" if settings.strict else "skip"
     try:
-        report = load_into(model, path, strict=strict, on_mismatch=way, min_loaded=settings.min_loaded)
+        report = load_into(model, path, strict=strict, on_mismatch=on_mismatch, min_loaded=settings.min_loaded)
     except (PlanRefused, UsageError) as error:  # its advice is for callers of `load_into`, who have more options
         option = f"models.{name}.strict=false" if strict else f"models.{name}.min_loaded=0"
         words = "only what fits" if strict else "however little fits"
@@ -114,11 +114,11 @@ def _recompute(module: nn.Module, settings: ActivationCheckpoint) -> None:
         # The older way has no gradients unless a positional tensor requires one, and takes no keyword arguments.
         asks = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
         older = settings.use_reentrant and asks and not kwargs
-        how: Any = {"use_reentrant": older, "preserve_rng_state": settings.preserve_rng_state}
+        options: Any = {"use_reentrant": older, "preserve_rng_state": settings.preserve_rng_state}
         if settings.sequential is None:
-            return checkpoint(partial(kind.forward, self), *args, **how, **kwargs)
-        in_segments: Any = checkpoint_sequential  # to which torch gives no types
-        return in_segments(list(self), min(settings.segments, len(self)), *args, **how)
+            return checkpoint(partial(kind.forward, self), *args, **options, **kwargs)
+        in_segments: Any = checkpoint_sequential  # torch gives it no types
+        return in_segments(list(self), min(settings.segments, len(self)), *args, **options)
 
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 

@@ -22,10 +22,10 @@ from itertools import chain, count, islice
 from typing import Any
 
 MAX_OBJECTS = 20_000  # that a snapshot visits
-WHOLE = 1 << 18  # bytes of a tensor, array or text; of a larger one so many samples are taken
+WHOLE = 1 << 18  # bytes of a tensor, array or text up to which all of it is digested, else `SAMPLES` values
 SAMPLES = 4096
-SHOWN = 40  # characters of a value that stands in a digest as it is
-DEPTH = 4  # of containers in containers that are one value
+SHOWN = 40  # characters up to which a value is not digested
+DEPTH = 4  # of nested containers up to which they are one value
 
 GENERATOR, BUFFER, NOT_PERSISTENT = "generator", "buffer", "non-persistent buffer"
 MODULE_ATTRIBUTE, ATTRIBUTE, VALUE = "module attribute", "attribute", "value"
@@ -56,7 +56,7 @@ def reachable(objects: Mapping[str, Any], seen: dict[int, Any] | None = None) ->
     reached: dict[str, Any] = {}
     seen = {} if seen is None else seen  # with the objects: an id is reused once its object is gone
     queue: deque[tuple[str, Any, str]] = deque((name, value, VALUE) for name, value in objects.items())
-    while queue and len(seen) < MAX_OBJECTS:  # breadth first, so that a thing is named by its nearest owner
+    while queue and len(seen) < MAX_OBJECTS:  # breadth first, to name an object by its nearest owner
         name, value, kind = queue.popleft()
         with suppress(Exception):
             if (text := plain_text(value)) is None:
@@ -145,7 +145,7 @@ def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
     Of a library's class only public attributes and slots; of an optimizer nothing of its state.
     """
     kind: Any = type(value)
-    # Private attributes of a library's class are nobody else's: buckets, iterators, locks.
+    # Private attributes of a library's class are internals: buckets, iterators, locks.
     library = str(kind.__module__).partition(".")[0]
     hidden = library in ("torch", "torchdata", "numpy", "ckptool") or library in sys.stdlib_module_names
     if _is(value, "torch.nn", "Module"):

@@ -29,7 +29,7 @@ Parameters = Mapping[str, nn.Parameter]
 OPTIMIZERS = Choice(
     "optim",
     "is called with (parameters, lr=…, **args) and gives a torch.optim.Optimizer",
-    # Without LBFGS, which computes the loss several times in a step, by a closure.
+    # Without LBFGS, which calls a closure for the loss several times in a step.
     classes={name: kind for name, kind in classes_of(torch.optim, torch.optim.Optimizer).items() if name != "lbfgs"},
     gives=("a torch.optim.Optimizer", lambda value: isinstance(value, torch.optim.Optimizer)),
 )
@@ -38,8 +38,8 @@ OPTIMIZERS = Choice(
 def shares(model: nn.Module, settings: Mapping[str, Optim], never: Collection[str] = ()) -> dict[str, Parameters]:
     """The parameters of a model that each of its optimizers takes, by name.
 
-    never: names of those that do not learn, which need no optimizer. Raises `UsageError` naming the others that none
-    takes, or that two take.
+    never: names of parameters that never learn and need no optimizer. Raises `UsageError` naming the others that no
+    optimizer takes, or two.
     """
     parameters = dict(model.named_parameters())  # a tied one once, under its first name
     catch_alls = [name for name, options in settings.items() if not options.match]
@@ -48,7 +48,7 @@ def shares(model: nn.Module, settings: Mapping[str, Optim], never: Collection[st
         for name, options in settings.items()
         if options.match
     }
-    takers = {p: [name for name, theirs in chosen.items() if p in theirs] or catch_alls for p in parameters}
+    takers = {p: [name for name, members in chosen.items() if p in members] or catch_alls for p in parameters}
     if twice := [f"{p} ({', '.join(names)})" for p, names in takers.items() if len(names) > 1]:
         fix = "Take it away from one of them: match: [PATTERN, not:PATTERN]"
         raise UsageError(f"optim: parameters that several optimizers take: {listed(twice, 8)}", "", fix)
@@ -70,8 +70,8 @@ def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | 
     groups: list[dict[str, Any]] = []
     for rule in settings.groups:  # the first that matches wins
         options = rule.model_extra or {}
-        if wrong := [name for name in options if takes and name not in takes]:  # torch would store and ignore it
-            what = f"optim.groups: {kind.__name__} has no option {wrong[0]!r}"
+        if unknown := [name for name in options if takes and name not in takes]:  # torch would store and ignore it
+            what = f"optim.groups: {kind.__name__} has no option {unknown[0]!r}"
             raise UsageError(what, f"It has: {', '.join(takes)}.")
         matching = parameters_matching(model, rule.match, "optim.groups")
         chosen = {name: remaining.pop(name) for name in matching if name in remaining}
@@ -138,10 +138,10 @@ def clip_gradients(optimizer: torch.optim.Optimizer | Update, clip: Clip) -> Non
 
 
 class Freezing:
-    """Freezes parameters for ever or until a step, by taking their gradients away; groups are never rebuilt.
+    """Freezes parameters for ever or until a step, by turning their gradients off; groups are never rebuilt.
 
-    Other parameters stay as the model's own code left them, and those that thaw become so again. never: the names of
-    those that do not learn at any step. Raises `UsageError` for a pattern that matches nothing.
+    Other parameters stay as the model's own code set them, and thawed ones return to that. never: the names of
+    parameters that do not learn at any step. Raises `UsageError` for a pattern that matches nothing.
     """
 
     def __init__(self, model: nn.Module, rules: Iterable[str | FreezeUntil]) -> None:
@@ -172,18 +172,18 @@ class Freezing:
 
 
 def warmup_cosine(step: int, warmup: int, total: int, floor: float = 0.0) -> float:
-    """Up in a line over `warmup` steps, then half a cosine down to `floor` at `total`."""
+    """A factor that rises linearly over `warmup` steps, then falls by half a cosine to `floor` at `total`."""
     angle = math.pi * min(1.0, (step - warmup) / max(1, total - warmup))
     return (step + 1) / warmup if step < warmup else floor + (1 - floor) * 0.5 * (1 + math.cos(angle))
 
 
 def inverse_sqrt(step: int, warmup: int) -> float:
-    """Up in a line over `warmup` steps, then down with the square root of the step (Vaswani et al., 2017)."""
+    """A factor that rises linearly over `warmup` steps, then falls as 1/√step (Vaswani et al., 2017)."""
     return min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
 
 
 def warmup_linear(step: int, warmup: int, total: int, floor: float = 0.0) -> float:
-    """Up in a line over `warmup` steps, then down in a line to `floor` at `total`."""
+    """A factor that rises linearly over `warmup` steps, then falls linearly to `floor` at `total`."""
     down = 1 - (1 - floor) * (step - warmup) / max(1, total - warmup)
     return (step + 1) / warmup if step < warmup else max(floor, down)
 
@@ -193,7 +193,7 @@ SCHEDULES = Choice(
     "is a function of the step that gives a factor; or a class, or a function whose first argument is optimizer, "
     "that gives a torch schedule, as LambdaLR(optimizer, …)",
     {"warmup_cosine": warmup_cosine, "inverse_sqrt": inverse_sqrt, "warmup_linear": warmup_linear},
-    # Without those whose arguments, functions and other schedules, no configuration can hold.
+    # Without schedules that take functions or other schedules, which no configuration can hold.
     {
         name: kind
         for name, kind in classes_of(lr_scheduler, LRScheduler).items()
@@ -258,11 +258,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], wher
             "Give the optimizer these groups before its state is loaded",
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    places, saved_names = {name: place for place, name in enumerate(chain(*names))}, list(chain(*saved_groups))
+    indices, saved_names = {name: position for position, name in enumerate(chain(*names))}, list(chain(*saved_groups))
     state = {}
     for index, slots in saved.get("state", {}).items():
         name = saved_names[index]
-        parameter = parameters[places[name]]
+        parameter = parameters[indices[name]]
         slots = {slot: divided_like(value, parameter) for slot, value in slots.items()}
         if type(optimizer).__module__.startswith("torch.") and not isinstance(optimizer, torch.optim.LBFGS):
             for slot, value in slots.items():
@@ -275,13 +275,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], wher
                         "It is the state of another model.",
                     )
         # Copies: without them, tensors would stay mapped to the file that they were loaded from.
-        state[places[name]] = {s: v.clone() if isinstance(v, torch.Tensor) else v for s, v in slots.items()}
+        state[indices[name]] = {s: v.clone() if isinstance(v, torch.Tensor) else v for s, v in slots.items()}
     groups = [
-        {**{key: value for key, value in group.items() if key != "param_names"}, "params": [places[p] for p in members]}
-        for group, members in zip(saved["param_groups"], names, strict=True)
+        {**{key: value for key, value in group.items() if key != "param_names"}, "params": [indices[p] for p in order]}
+        for group, order in zip(saved["param_groups"], names, strict=True)
     ]
     optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
-    for index, slots in state.items():  # loading gives them the parameter's dtype, which need not be theirs
+    for index, slots in state.items():  # loading casts them to the parameter's dtype; this undoes it
         live = optimizer.state[parameters[index]]
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor) and isinstance(live[slot], torch.Tensor):
@@ -301,8 +301,8 @@ class Average:
         self.values: dict[str, torch.Tensor] = {}
         for name, value in model.state_dict().items():
             if isinstance(value, torch.Tensor):
-                place = local(value).data_ptr() or id(value), value.shape, value.stride()
-                self.values[name] = copies.setdefault(place, value.detach().clone())
+                layout = local(value).data_ptr() or id(value), value.shape, value.stride()
+                self.values[name] = copies.setdefault(layout, value.detach().clone())
         learning = {name: p for name, p in model.named_parameters() if name in self.values and p.is_floating_point()}
         self._means = [self.values[name] for name in learning]
         self._live: list[torch.Tensor] = list(learning.values())

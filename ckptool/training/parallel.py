@@ -145,17 +145,17 @@ def world_of(config: Config) -> Iterator[World]:
         device = torch.device("cuda", _number("LOCAL_RANK"))
         torch.cuda.set_device(device)
     library: Any = torch.distributed
-    place: dict[str, Any] = {"rank": _number("RANK"), "world_size": size}
+    options: dict[str, Any] = {"rank": _number("RANK"), "world_size": size}
     address = [os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT")]
     launched = size > 1 or "TORCHELASTIC_RUN_ID" in os.environ
     try:
         if not launched:
-            place["store"] = library.HashStore()
+            options["store"] = library.HashStore()
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # torchrun's store lives on when it starts processes again, with the addresses of those that are gone.
+            # torchrun's store outlives a restart of its processes, and has the addresses of those that are gone.
             start = f"ckptool/{_number('TORCHELASTIC_RESTART_COUNT')}"
-            place["store"] = library.PrefixStore(start, library.TCPStore(address[0], int(address[1])))
-        library.init_process_group("nccl" if device.type == "cuda" else "gloo", **place)
+            options["store"] = library.PrefixStore(start, library.TCPStore(address[0], int(address[1])))
+        library.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
     except (RuntimeError, ValueError, OSError) as error:
         raise RunFailed(
             f"the processes of this run could not connect: {str(error).partition(chr(10))[0]}",
@@ -191,12 +191,12 @@ def placed(model: nn.Module, config: Config, world: World) -> nn.Module:
 def wrapped(model: nn.Module, config: Config, world: World) -> nn.Module:
     """The model as the strategy runs it. Gradients of parameters that are frozen now are not exchanged."""
     runner: Any = model
-    if how := config.train.compile:
-        runner = torch.compile(model, backend="inductor" if how is True else how)
+    if backend := config.train.compile:
+        runner = torch.compile(model, backend="inductor" if backend is True else backend)
     learns = any(parameter.requires_grad for parameter in model.parameters())
     if config.strategy == "dp" and world.device.type == "cuda":
-        first = world.device.index or 0
-        return nn.DataParallel(runner, [first, *(i for i in range(torch.cuda.device_count()) if i != first)])
+        index = world.device.index or 0
+        return nn.DataParallel(runner, [index, *(i for i in range(torch.cuda.device_count()) if i != index)])
     if config.strategy == "ddp" and learns:
         ids = [world.device.index] if world.device.type == "cuda" else None
         # Without find_unused_parameters, gradients move to other buckets after the first step; a resumed run then
@@ -231,8 +231,8 @@ def divide(model: nn.Module, match: Patterns | None, world: World) -> nn.Module:
         owners.setdefault(id(parameter), []).append(name)
     for name in _children(model) if match is None else outermost(modules_matching(model, match, "fsdp.match")):
         module = model.get_submodule(name)
-        places = [place for parameter in module.parameters() for place in owners[id(parameter)]]
-        if places and all(place.startswith(name + ".") for place in places):
+        paths = [path for parameter in module.parameters() for path in owners[id(parameter)]]
+        if paths and all(path.startswith(name + ".") for path in paths):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
@@ -263,11 +263,11 @@ def place(model: nn.Module, settings: Split, home: torch.device) -> None:
     devices = [device_of(name, "split.devices") for name in settings.devices]
     modules = dict(model.named_modules())
     names = list(modules)
-    places = [names.index(cut) if cut in names else 0 for cut in settings.at]
-    if places != sorted(set(places)) or 0 in places:
+    cuts = [names.index(cut) if cut in names else 0 for cut in settings.at]
+    if cuts != sorted(set(cuts)) or 0 in cuts:
         what = f"split.at: {', '.join(settings.at)} are not modules in the order of the model"
         raise UsageError(what, f"In its order they are {listed(names[1:], 12)}.")
-    part_of = {id(module): bisect(places, number) for number, module in enumerate(modules.values())}
+    part_of = {id(module): bisect(cuts, number) for number, module in enumerate(modules.values())}
     placed: set[int] = set()
     for module in modules.values():
         device = devices[part_of[id(module)]]
@@ -353,12 +353,12 @@ def divided_like(value: Any, like: Any) -> Any:
     if not is_divided(like) or tuple(value.shape) != tuple(like.shape):
         return to_torch(value) if isinstance(value, TensorEntry) else value
     mesh = like.device_mesh
-    for place, count, placement in zip(mesh.get_coordinate(), mesh.shape, like.placements, strict=True):
+    for coordinate, count, placement in zip(mesh.get_coordinate(), mesh.shape, like.placements, strict=True):
         if type(placement).__name__ not in ("Shard", "Replicate"):
             raise RunFailed(f"a tensor is divided as {placement}, which is not resumed", "FSDP2 divides by Shard.")
         if placement.is_shard():  # as torch.chunk divides: the last parts are smaller, or empty
             length = value.shape[placement.dim]
-            begin, end = (min(length, number * -(-length // count)) for number in (place, place + 1))
+            begin, end = (min(length, number * -(-length // count)) for number in (coordinate, coordinate + 1))
             value = value.narrow(placement.dim, begin, end - begin)
     part = to_torch(value) if isinstance(value, TensorEntry) else value.clone()
     return with_local(like, part.to(like.device))
@@ -396,7 +396,7 @@ def write_divided(tree: Mapping[str, Any], folder: str, group: Any) -> None:
 
     try:
         writer: Any = FileSystemWriter(folder, sync_files=True)
-        writer.storage_meta = lambda: None  # a random number, and the name that the folder has now
+        writer.storage_meta = lambda: None  # leaves out a random number, and the folder's temporary name
         planner = Planner(dedup_save_to_lowest_rank=True)
         save(dict(tree), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
@@ -413,7 +413,7 @@ def _values(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple
         yield path, node
         return
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-        # Interned: a pickle tells two equal texts from one that is there twice.
+        # Interned: in a pickle two equal texts differ from one that occurs twice.
         yield from _values(value, (*path, sys.intern(str(key)) if isinstance(node, dict) else key))
 
 

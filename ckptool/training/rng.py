@@ -169,5 +169,5 @@ def seed_all(device: torch.device, seed: int, *place: object) -> None:
 
 def order(seed: int, epoch: int, count: int) -> list[int]:
     """The order in which an epoch goes through `count` samples, as indices."""
-    places: list[int] = torch.randperm(count, generator=generator(seed, "order", epoch)).tolist()
-    return places
+    indices: list[int] = torch.randperm(count, generator=generator(seed, "order", epoch)).tolist()
+    return indices

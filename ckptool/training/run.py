@@ -273,10 +273,10 @@ class Run:
             raise Conflict(f"{where} was not saved by ckptool.Run", "", f"Start in another folder: {ELSEWHERE}")
         self.objects.refuse_others(tree, where)
         for name, groups in self._options.items():  # which loading the optimizers' states overwrites
-            for place, (before, now) in enumerate(zip(tree["options"][name], groups, strict=False)):
+            for index, (before, now) in enumerate(zip(tree["options"][name], groups, strict=False)):
                 for key in [key for key in now if key in before and before[key] != now[key]]:
                     self.say(
-                        f"{printable(name)}: {key} of group {place} is {now[key]!r} in the script, but was "
+                        f"{printable(name)}: {key} of group {index} is {now[key]!r} in the script, but was "
                         f"{before[key]!r} when the run began; the saved value is used"
                     )
         self._options, self.step, self.loss = tree["options"], tree["step"], tree["loss"]

@@ -65,7 +65,7 @@ def create(
     with suppress(CkptoolError):
         text = read_small_text(os.path.join(folder, CONFIG), "a configuration", MAX_CONFIG) if names else ""
     run_id = secrets.token_hex(16)
-    if (match := _ID.search(text)) and _signed(match[1], values_of(text)) == text:  # just as the run wrote it
+    if (match := _ID.search(text)) and _signed(match[1], values_of(text)) == text:  # exactly as the run wrote it
         _refuse_foreign(folder, names[:-1], elsewhere)
         run_id = match[1]
     elif names:
@@ -73,11 +73,11 @@ def create(
     make_folder(folder)
     run = RunFolder(folder, run_id, retention, Lock(folder, elsewhere), elsewhere)
     try:
-        _refuse_run(folder, elsewhere)  # it may have saved before it gave up the lock
+        _refuse_run(folder, elsewhere)  # another process may have saved before it released the lock
         make_folder(run.checkpoints)
         # The history of a run that never saved is dropped, but for the names of the files that it wrote.
         run.history.keep(lambda fact: fact.get("event") == "writes")
-        # The configuration comes last, and makes it a run: one that is killed here begins again.
+        # The configuration comes last, and makes the folder a run: a process killed before it begins again.
         write_text(os.path.join(folder, CONFIG), _signed(run_id, settings))
     except BaseException:
         run.close()
@@ -292,7 +292,7 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
             check(saved, "full" if full else "size")
         except CkptoolError as error:
             state, problem, reasons = error.code, error.what, ["damaged"]
-        with suppress(CkptoolError):  # where it is gone, `problem` says so
+        with suppress(CkptoolError):  # if it is gone, `problem` says so
             size = size_of(saved.path)
         facts = saved.sidecar or {}
         epoch, loss = facts.get("epoch"), facts.get("loss")

@@ -20,7 +20,7 @@ from ckptool.training.store import Retention, RunFolder
 
 Tree = dict[str, Any]
 Storage = torch.UntypedStorage
-_new_storage: Any = Storage  # to whose functions torch gives no types
+_new_storage: Any = Storage  # torch gives its functions no types
 _VALUES = (int, float, complex, str, bool, bytes, bytearray, type(None), torch.Size, torch.device, torch.dtype)
 
 
@@ -97,7 +97,7 @@ class Saver:
     def _in_thread(self, *save: Any) -> None:
         try:
             self._commit(*save)
-        except Exception as error:  # noqa: BLE001  raised by who waits
+        except Exception as error:  # noqa: BLE001  raised by `wait`
             self._error = error
 
     def _commit(self, step: int, tree: Tree, facts: Tree) -> None:
@@ -155,7 +155,7 @@ def to_cpu(tree: Any, *, copied: bool = False) -> Any:
 
 
 def _moved(node: Any, move: Callable[[Storage], Storage], moved: dict[int, Any]) -> Any:
-    """Not a closure: it would refer to itself, and keep the copies alive until garbage is collected."""
+    """A tree with moved storages, each once. Not a closure: that would refer to itself, and keep the copies alive."""
     if isinstance(node, torch.Tensor):
         part = local(node.detach())
         is_plain = type(part) is torch.Tensor and part.layout is torch.strided and not part.is_quantized
@@ -166,8 +166,8 @@ def _moved(node: Any, move: Callable[[Storage], Storage], moved: dict[int, Any])
             if (home := moved.get(storage._cdata)) is None:
                 home = moved[storage._cdata] = move(storage)
             if home is not storage:
-                place = part.storage_offset(), part.shape, part.stride()
-                part = torch.empty(0, dtype=part.dtype).set_(home, *place)
+                layout = part.storage_offset(), part.shape, part.stride()
+                part = torch.empty(0, dtype=part.dtype).set_(home, *layout)
         return with_local(node, part) if is_divided(node) else part
     if isinstance(node, dict):
         container: Any = type(node)() if type(node) is not dict else {}
@@ -176,7 +176,7 @@ def _moved(node: Any, move: Callable[[Storage], Storage], moved: dict[int, Any])
         if hasattr(node, "_metadata"):
             container._metadata = node._metadata
         return container
-    if type(node) in (set, bytearray):  # their owner may change them while they are written
+    if type(node) in (set, bytearray):  # their owner may change them while a thread writes
         return node.copy()
     return type(node)(_moved(item, move, moved) for item in node) if type(node) in (list, tuple) else node
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckptool.training.run import Run
 
 VARIABLE = "variable"  # a kind like those of `moving`
-_HOW = {  # to save what changes; attributes and buffers as variables
+_HOW = {  # what to write, by the kind of what changes; for attributes and buffers as for variables
     moving.GENERATOR: "give it: ckptool.Run(…, {short}={name})",
     moving.NOT_PERSISTENT: "write: register_buffer(…, persistent=True)",
     moving.MODULE_ATTRIBUTE: "make it a buffer, or give the module get_extra_state() and set_extra_state()",
@@ -81,7 +81,7 @@ class Looks:
                 "run.batches(loader)"
             )
         skipped: dict[int, Any] = {id(run): run}
-        now = {**moving.reachable(named, skipped)[0], **objects.requires_grad()}
+        current = {**moving.reachable(named, skipped)[0], **objects.requires_grad()}
         skipped |= {id(each): each for each in unsaved.values()}  # which were reported above
         carried, mutable = variables_left()
         mutable = {name: value for name, value in mutable.items() if id(value) not in skipped}
@@ -92,13 +92,13 @@ class Looks:
         values = moving.snapshot({str(at): each for at, each in enumerate(parts)})
         texts = {entry.partition(": ")[2] for entry in values.values()}
         modules = objects.modules.values()
-        places = {_memory_of(each) for module in modules for each in (*module.parameters(), *module.buffers())}
+        addresses = {_memory_of(each) for module in modules for each in (*module.parameters(), *module.buffers())}
         entries, reached = moving.reachable({**mutable, **carried}, skipped)
         for name, entry in entries.items():
             # A model's tensor under another name, as in a state dict of it, is saved with the model.
-            is_models = isinstance(reached.get(name), torch.Tensor) and _memory_of(reached[name]) in places
+            is_models = isinstance(reached.get(name), torch.Tensor) and _memory_of(reached[name]) in addresses
             if (text := entry.partition(": ")[2]) not in texts and not is_models:
-                now.setdefault(name, f"{VARIABLE}: {text}")
+                current.setdefault(name, f"{VARIABLE}: {text}")
         # A variable that holds another object now does not count as changed.
         ids = {name: id(value) for name, value in {**mutable, "loader": loader}.items()}
         rebound = {name for name, number in self.ids.items() if ids.get(name) != number}
@@ -106,7 +106,7 @@ class Looks:
         saved = moving.saved_names({name: value.state_dict() for name, value in objects.modules.items()})
         saved |= {*generators, *(objects.named.keys() - objects.modules.keys()), *epochs_of(loader)}
         kinds: dict[str, list[str]] = {}
-        for name, kind in moving.unsaved(before or now, now, saved).items():
+        for name, kind in moving.unsaved(before or current, current, saved).items():
             owner = re.split(r"[\[#]", name.removeprefix(f"{SETTING} "))[0]  # an item goes by the name of its container
             if owner not in self.noted:
                 self.noted.add(owner)
@@ -115,7 +115,7 @@ class Looks:
             verbs = ("changes", "is") if len(names) == 1 else ("change", "are")
             how = _HOW.get(kind, _HOW[VARIABLE]).format(name=names[0], short=names[0].rpartition(".")[2])
             yield f"{listed(names, 8)} ({kind}) {verbs[0]} during training and {verbs[1]} not saved; {how}"
-        self.entries, self.ids = now, ids
+        self.entries, self.ids = current, ids
 
 
 # The variables of the script ------------------------------------------------------------------------------------------
@@ -179,15 +179,15 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any]]:
         bodies = [(begin, end) for begin, end in reversed(loops) if begin <= offset < end]  # the innermost first
         uses: dict[str, tuple[bool, bool]] = {}  # of variables set: in the innermost body?  used before?
         for body in bodies:
-            first: dict[str, str] = {}
+            first_uses: dict[str, str] = {}
             stored = set()
             for instruction in code:
                 names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
                 for verb, name in zip(_MENTION.findall(instruction.opname), names, strict=False):
                     if body[0] <= instruction.offset < body[1]:
-                        first.setdefault(name, verb)
+                        first_uses.setdefault(name, verb)
                         stored |= {name} if verb == "STORE" else set()
-            uses = {name: (body == bodies[0], first[name] == "LOAD") for name in stored} | uses
+            uses = {name: (body == bodies[0], first_uses[name] == "LOAD") for name in stored} | uses
         is_module = frame.f_locals is frame.f_globals or frame.f_code.co_name == "<module>"
         for name, value in frame.f_locals.items():
             if name in carried or name in mutable or name.startswith("_") or not _is_of_script(type(value)):

@@ -118,7 +118,7 @@ class Objects:
         torch matches an optimizer's state by position, and silently accepts swapped parameters.
         """
         names: list[list[str]] = [group.get("param_names", []) for group in optimizer.param_groups]
-        if all(names):  # made of named parameters
+        if all(names):  # the optimizer was made of named parameters
             return names
         several = len(self.modules) > 1
         known = {
@@ -127,7 +127,7 @@ class Objects:
             for name, parameter in module.named_parameters()
         }
         return [
-            [known.get(id(parameter), f"parameter {number}.{place}") for place, parameter in enumerate(group["params"])]
+            [known.get(id(parameter), f"parameter {number}.{index}") for index, parameter in enumerate(group["params"])]
             for number, group in enumerate(optimizer.param_groups)
         ]
 
@@ -206,7 +206,7 @@ class Objects:
                 )
 
     def requires_grad(self) -> dict[str, str]:
-        """Which parameters are trained, in the form of `moving.snapshot`: no state dict has it."""
+        """Which parameters are trained, in the form of `moving.snapshot`: no state dict has this."""
         named = ((label, *each) for label, module in self.modules.items() for each in module.named_parameters())
         return {f"{SETTING} {label}.{key}": f"{SETTING}: {parameter.requires_grad}" for label, key, parameter in named}
 
@@ -252,23 +252,23 @@ class Window:
         self._scalers = list(objects.of(GradScaler).values())
         self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient as last used: tensor, version
         self._initial: dict[int, Any] = {}  # parameter -> its gradient when the body began
-        self._stepped: set[int] = set()  # the optimizers, by number, in this body
+        self._stepped: set[int] = set()  # the optimizers, by index, that stepped in this body
         self.zeroed: set[int] = set()  # those whose gradients were zeroed in place
         self.renewing: set[int] = set()  # of several, those that start afresh; saved, as saves depend on it
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
         this = weakref.ref(self)
-        for number, optimizer in enumerate(self._optimizers):
-            _tell(optimizer, number, this, alone=len(self._optimizers) == 1)
+        for index, optimizer in enumerate(self._optimizers):
+            _tell(optimizer, index, this, alone=len(self._optimizers) == 1)
 
-    def note_step(self, number: int) -> None:
+    def note_step(self, index: int) -> None:
         """An optimizer has used its gradients."""
-        self._counts[number] += 1
-        self._stepped.add(number)
+        self._counts[index] += 1
+        self._stepped.add(index)
         if len(self._optimizers) > 1:
-            gradients = self._gradients(number)
+            gradients = self._gradients(index)
             remained = any(key in self._initial and self._initial[key]() is gradient for key, gradient in gradients)
-            (self.renewing.discard if remained and number not in self.zeroed else self.renewing.add)(number)
+            (self.renewing.discard if remained and index not in self.zeroed else self.renewing.add)(index)
         settled = self._gradients(*self._stepped, *self.renewing)
         self._used |= {key: (weakref.ref(gradient), gradient._version) for key, gradient in settled}
 
@@ -295,9 +295,9 @@ class Window:
                 return True
         return False
 
-    def _gradients(self, *numbers: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def _gradients(self, *indices: int) -> Iterator[tuple[int, torch.Tensor]]:
         """The gradients of these optimizers, by parameter."""
-        groups = (group for number in numbers for group in self._optimizers[number].param_groups)
+        groups = (group for index in indices for group in self._optimizers[index].param_groups)
         return ((id(p), p.grad) for group in groups for p in group["params"] if p.grad is not None)
 
     def _updates(self) -> int:
@@ -306,17 +306,17 @@ class Window:
         return sum(scale._version for scale in scales if scale is not None)
 
 
-def _tell(optimizer: Optimizer, number: int, window: weakref.ref[Window], *, alone: bool) -> None:
-    """Has an optimizer tell a window of its steps, and, of several, of its `zero_grad`, which has no hook."""
+def _tell(optimizer: Optimizer, index: int, window: weakref.ref[Window], *, alone: bool) -> None:
+    """Has an optimizer report its steps to a window, and, if there are several, its `zero_grad`, which has no hook."""
     itself = weakref.ref(optimizer)
 
     def stepped(*call: Any) -> None:
         if (watcher := window()) is not None:
-            watcher.note_step(number)
+            watcher.note_step(index)
 
     def zero_grad(set_to_none: bool = True) -> None:
         if (watcher := window()) is not None:
-            watcher.zeroed.add(number)
+            watcher.zeroed.add(index)
         if (live := itself()) is not None:
             type(live).zero_grad(live, set_to_none)
 

@@ -43,10 +43,10 @@ class Stopping:
         """128 plus the signal, as in shells; 0 if the run's own time was over."""
         return 128 + self.number if self.number else 0
 
-    def caught(self, number: int, frame: FrameType | None) -> None:
-        if self.number and number == signal.SIGINT:  # a person who asks twice means at once
+    def caught(self, signum: int, frame: FrameType | None) -> None:
+        if self.number and signum == signal.SIGINT:  # a person who asks twice means at once
             raise KeyboardInterrupt
-        self.number = self.number or number  # the job scheduler and torchrun may both forward it
+        self.number = self.number or signum  # the job scheduler and torchrun may both forward it
 
 
 @contextmanager
@@ -55,15 +55,15 @@ def stopping(names: Sequence[str] = SIGNALS, flag: Stopping | None = None) -> It
     flag = flag or Stopping()
     before: dict[int, Any] = {}
     for name in names if threading.current_thread() is threading.main_thread() else ():
-        number = int(signal.Signals[f"SIG{name}"])
-        if signal.getsignal(number) is not signal.SIG_IGN or name != "HUP":  # nohup means it
-            before[number] = signal.signal(number, flag.caught)
+        signum = int(signal.Signals[f"SIG{name}"])
+        if signal.getsignal(signum) is not signal.SIG_IGN or name != "HUP":  # nohup means it
+            before[signum] = signal.signal(signum, flag.caught)
     try:
         yield flag
     finally:
         if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
 
 
 def loop_frame() -> tuple[int, CodeType | None, int]:

@@ -1,6 +1,6 @@
 """The folder of a run: its checkpoints, each with a sidecar of facts about it, its history and its metrics.
 
-A checkpoint is a file, `step-N.pt`, or what several processes wrote, a folder `step-N.dcp` of files, whose sidecar has
+A checkpoint is a file, `step-N.pt`, or if several processes wrote it, a folder `step-N.dcp` of files, whose sidecar has
 the size and the sha256 of each.
 
 Commit order: the checkpoint is written under another name and synced; its sidecar is written, synced and renamed; then
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from ckptool.training.run_folder import Lock
 
 _FILE = re.compile(r"step-(\d{8,})\.(pt|dcp|json)")
-OTHER_RUN = arg(set="run=OTHER")  # how a run is given another folder
-LOGGED = "logged_bytes"  # in a sidecar: of metrics.jsonl, when the checkpoint was taken
+OTHER_RUN = arg(set="run=OTHER")  # what to type to give a run another folder
+LOGGED = "logged_bytes"  # in a sidecar: the size of metrics.jsonl when the checkpoint was taken
 _PART = re.compile(r"\.metadata|__\d+_\d+\.distcp")  # a file of torch.distributed.checkpoint
 
 
@@ -74,7 +74,7 @@ class SavedState:
 
     @property
     def is_stop(self) -> bool:
-        """True where it was saved only because the run was asked to stop."""
+        """True if it was saved only because the run was asked to stop."""
         return (self.sidecar or {}).get("stop") is True
 
 
@@ -100,8 +100,8 @@ def commit_file(tree: Any, path: str, sidecar: str, header: dict[str, Any], fact
 
 def _replaced(path: str, sidecar: str) -> dict[str, Any]:
     """What the old sidecar says of the old checkpoint, to which the new one belongs, too, until that is replaced."""
-    places = (path, os.path.splitext(path)[0] + ".pt", os.path.splitext(path)[0] + ".dcp")
-    old = read_json(sidecar) if any(map(os.path.lexists, places)) else None
+    paths = (path, os.path.splitext(path)[0] + ".pt", os.path.splitext(path)[0] + ".dcp")
+    old = read_json(sidecar) if any(map(os.path.lexists, paths)) else None
     keys = ("step", "bytes", "sha256", "files", LOGGED)
     return {} if old is None else {"replaces": {key: old[key] for key in keys if key in old}}
 
@@ -170,7 +170,7 @@ def files_of(path: str) -> dict[str, str]:
     """The files of a checkpoint by their names below its folder; a checkpoint of one file by the name ""."""
     if not os.path.isdir(path):
         return {"": path}
-    below = (os.path.join(place, name) for place, _, names in os.walk(path) for name in names)
+    below = (os.path.join(root, name) for root, _, names in os.walk(path) for name in names)
     return {os.path.relpath(file, path): file for file in sorted(below) if stat.S_ISREG(os.lstat(file).st_mode)}
 
 
@@ -255,7 +255,7 @@ class Lines:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             try:
                 end = size = os.fstat(fd).st_size
-                while end and os.pread(fd, 1, end - 1) != b"\n":  # hardly ever more than a few bytes
+                while end and os.pread(fd, 1, end - 1) != b"\n":  # rarely more than a few bytes
                     end -= 1
                 if end < size:
                     os.ftruncate(fd, end)
@@ -393,7 +393,7 @@ class RunFolder:
         try:
             folder = world.first(begin)
             write_divided(tree, folder, world.group)
-            begins = (f"__{world.rank}_", *([".metadata"] if world.is_first else []))  # the table is the first one's
+            begins = (f"__{world.rank}_", *([".metadata"] if world.is_first else []))  # the first one writes the table
             local_files = {name: path for name, path in files_of(folder).items() if name.startswith(begins)}
             by_rank = world.each(lambda: described(local_files))
             files = {name: entry for part in by_rank for name, entry in part.items()}  # as their writers saw them
@@ -452,7 +452,7 @@ class RunFolder:
         for step, path in _files_in(self.folder):
             if not after < step <= last:
                 continue
-            # What this run wrote is known by the sidecar, or if that was lost, by the history.
+            # A file of this run is known by its sidecar, or if that was lost, by the history.
             sidecar = read_json(sidecar_of(path)) or {}
             saves = (fact.get("step") for fact in self.history.read() if fact.get("event") == "save")
             is_ours = sidecar["run"] == self.id if "run" in sidecar else step in saves
@@ -496,14 +496,14 @@ def checkpoints_in(folder: str) -> list[tuple[int, str]]:
 
 def _files_in(folder: str) -> list[tuple[int, str]]:
     """The same with sidecars."""
-    place, names = os.path.join(folder, CHECKPOINTS), list[str]()
-    with _problems(place, "read"), suppress(FileNotFoundError):
-        names = os.listdir(place)
-    return sorted((int(match[1]), os.path.join(place, match[0])) for match in map(_FILE.fullmatch, names) if match)
+    root, names = os.path.join(folder, CHECKPOINTS), list[str]()
+    with _problems(root, "read"), suppress(FileNotFoundError):
+        names = os.listdir(root)
+    return sorted((int(match[1]), os.path.join(root, match[0])) for match in map(_FILE.fullmatch, names) if match)
 
 
 def not_ours(folder: str, names: Sequence[str], elsewhere: str | Command) -> Conflict:
-    """The error for files of a run's names that it did not write."""
+    """The error for files with the names of a run's files that the run did not write."""
     them = "them" if len(names) > 1 else "it"
     return Conflict(
         f"{folder} holds {listed(names)}, which this run did not write",
@@ -535,7 +535,7 @@ def file_digest(path: str) -> str:
     return sha256_of(FileRange(source, 0, source.size)).hexdigest()
 
 
-AHEAD = 8  # pieces in memory of their own that may wait: the writer is held up rather than keep more
+AHEAD = 8  # pieces with memory of their own that may wait; a further one holds up the writer
 
 
 class StreamingSha256:

@@ -89,7 +89,7 @@ class Trainer:
     def thaw(self) -> None:
         """Sets which parameters learn in the next step."""
         for name, freezing in self.freezing.items():
-            # Which gradients the processes exchange is fixed when the model is wrapped.
+            # A wrapper fixes which gradients the processes exchange.
             if freezing.apply(self.step) and self.config.strategy == "ddp":
                 self.runners[name] = wrapped(self.models[name], self.config, self.world)
 
@@ -168,7 +168,7 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         freezing[name].apply(0)
         optims = {key: options for key, options in config.optim.items() if config.model_of(key) == name}
         shares = optim.shares(models[name], optims, freezing[name].never)
-        built = {key: optim.build_optimizer(models[name], optims[key], theirs) for key, theirs in shares.items()}
+        built = {key: optim.build_optimizer(models[name], optims[key], share) for key, share in shares.items()}
         optimizers.update(built)
         updates[name] = Update(built, optims, settings.clip)
     for words in skipped:
@@ -200,14 +200,14 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
 
 
 @contextmanager
-def deterministic(how: bool | str) -> Iterator[None]:
+def deterministic(mode: bool | str) -> Iterator[None]:
     """Sets torch's switches so that the same step gives the same bits, and sets them back afterwards."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
-    if how:
+    if mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
-        torch.use_deterministic_algorithms(True, warn_only=how == "warn")
+        torch.use_deterministic_algorithms(True, warn_only=mode == "warn")
     try:
         yield
     finally:
@@ -218,7 +218,7 @@ def deterministic(how: bool | str) -> Iterator[None]:
 def gathered(trainer: Trainer, place: dict[str, Any] | None = None) -> dict[str, Any]:
     """All that is saved after the last step. place: in the data before the next batch, if that was fetched since."""
     tree = {"epoch": trainer.epoch, "step": trainer.step, "loss": trainer.loss, **trainer.objects().state({})}
-    del tree["kinds"]  # which the configuration has
+    del tree["kinds"]  # the configuration has them
     tree["rng_state"] = {"seed": trainer.config.seed, "derived_from": "seed, step, micro-step, rank"}
     tree["data_state"] = trainer.place if place is None else place
     tree["best"] = dict(trainer.best) if trainer.best else None
@@ -409,16 +409,16 @@ class TrainerRun(Run):
 
     def _facts(self, point: Point) -> dict[str, Any]:
         self.loss = self.trainer.loss
-        how = {"config": self.trainer.config.dumped(), "fingerprint": self.fingerprint}
+        settings = {"config": self.trainer.config.dumped(), "fingerprint": self.fingerprint}
         # Before its evaluation, a step is saved only to stop: it is saved again afterwards, with its metrics.
-        return super()._facts(point) | how | ({"stop": True} if self.trainer.pending else {})
+        return super()._facts(point) | settings | ({"stop": True} if self.trainer.pending else {})
 
     def _measure(self) -> None:
         self._marked = None
         self._metrics = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
 
     def _say_notes(self, first: bool) -> None:
-        pass  # its objects are known, and so is their randomness
+        pass  # the harness knows its objects and their randomness
 
     def _leave(self, *, stopped: bool) -> None:
         trainer, status, code, why = self.trainer, "stopped", 0, ""
@@ -455,8 +455,8 @@ def fingerprint(config: Config, data: Samples) -> dict[str, Any]:
     files = ((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
     paths = {name: absolute(file) for name, file in files if file}
     code: dict[str, str] = {}
-    for place in {name.rpartition(":")[0] for name in code_names(config.dumped())}:
-        top = absolute(place) if place.endswith(".py") else paths.get(place.partition(".")[0], "")
+    for source in {name.rpartition(":")[0] for name in code_names(config.dumped())}:
+        top = absolute(source) if source.endswith(".py") else paths.get(source.partition(".")[0], "")
         folder = os.path.dirname(top.removesuffix(os.sep + "__init__.py")) + os.sep
         theirs = {path for path in paths.values() if top and path.startswith(folder) and is_theirs(path)}
         code |= {path.removeprefix(folder): file_digest(path) for path in theirs}
@@ -563,7 +563,7 @@ def rehearse(config: Config) -> Rehearsal:
             loss=trainer.loss or 0.0,
             step_seconds=seconds,
             save_seconds=saving,
-            checkpoint_bytes=world.broadcast(size_of(saved.path)),  # in all before the first deletes it
+            checkpoint_bytes=world.broadcast(size_of(saved.path)),  # in all processes before the first deletes it
             activations=activations,
             without=without,
             device=str(world.device),

@@ -92,10 +92,10 @@ class _Merged:
         self.kind = "f8" if self.dtype.itemsize >= METHODS[how.method].wide else "f4"
         self.formula: Piece | None = None
 
-    def piece(self, place: int, *blocks: Array) -> Array:
+    def piece(self, index: int, *blocks: Array) -> Array:
         if self.formula is None:
             self.formula = METHODS[self.how.method].formula(self)
-        start = place * (self.entries[0].dtype.itemsize // self.dtype.itemsize)
+        start = index * (self.entries[0].dtype.itemsize // self.dtype.itemsize)
         total = self.formula(lambda number, name: self._numbers(blocks[number], name), start)
         return rounded(total, self.dtype) if self.dtype.name != "f64" else total
 
@@ -244,7 +244,7 @@ def _elected_sum(delta: Deltas, weights: Sequence[float]) -> Array:
     divisors: Any = sum(mask * weight for weight, mask in zip(weights, agree, strict=True))
     divisors[divisors == 0] = 1
     total /= divisors
-    numpy.copyto(total, votes, where=votes != votes)  # what is NaN in one file is in the result
+    numpy.copyto(total, votes, where=votes != votes)  # NaN in one file is NaN in the result
     return cast(Array, total)
 
 
@@ -265,9 +265,9 @@ def _threshold(merged: _Merged, number: int, count: int) -> tuple[int, int]:
     if merged.count <= _SMALL:
         copies: list[Array] = []
         scan(lambda magnitudes: copies.append(magnitudes.copy()))
-        place = int(numpy.argsort(~copies[0], kind="stable")[count - 1])
-        return int(copies[0][place]), place
-    threshold, remaining, place, width = 0, count, 0, 64 if merged.kind == "f8" else 32
+        index = int(numpy.argsort(~copies[0], kind="stable")[count - 1])
+        return int(copies[0][index]), index
+    threshold, remaining, index, width = 0, count, 0, 64 if merged.kind == "f8" else 32
     for shift in range(width - _DIGIT, -1, -_DIGIT):
         counts = numpy.zeros(1 << _DIGIT, numpy.int64)
 
@@ -284,14 +284,14 @@ def _threshold(merged: _Merged, number: int, count: int) -> tuple[int, int]:
         threshold, remaining = threshold << _DIGIT | digit, remaining - int(larger[digit])
 
     def last(magnitudes: Array) -> bool:
-        nonlocal place, remaining
+        nonlocal index, remaining
         equal = numpy.flatnonzero(magnitudes == threshold)
         is_last = len(equal) >= remaining
-        place, remaining = place + int(equal[remaining - 1] if is_last else len(magnitudes)), remaining - len(equal)
+        index, remaining = index + int(equal[remaining - 1] if is_last else len(magnitudes)), remaining - len(equal)
         return is_last
 
     scan(last)
-    return threshold, place
+    return threshold, index
 
 
 def _magnitudes(delta: Array) -> Array:
@@ -383,8 +383,8 @@ def _problems(
 def average(
     nodes: Sequence[Mapping[Any, Any]], names: Sequence[str], how: Merge
 ) -> tuple[dict[Any, Any], int, dict[str, str]]:
-    """The merged state dict of several with the same keys, shapes and types; how many tensors were averaged; and the
-    names of what is the last one's, each with the reason. Reads nothing yet.
+    """The merged state dict of several with the same keys, shapes and types; how many tensors were averaged; and
+    which entries are the last one's, each with the reason. Reads nothing yet.
 
     nodes: where `how` has a base, it comes first.
     Raises `Conflict` naming what they disagree on, `Unsupported` for tensors that have no plain values.
@@ -432,7 +432,7 @@ def average(
             averaged += 1
             entries = [node[key] for node in nodes]
             sources = largest.get(tuple(id(entry.storage) for entry in entries), [])
-            places = {_place(*pair) for pair in zip(entries, sources, strict=False)}
+            places = {_place_inside(*pair) for pair in zip(entries, sources, strict=False)}
             is_part = len(places) == 1 and None not in places
             sources = sources if is_part else entries
             view = tuple(entry.view for entry in sources)
@@ -448,7 +448,7 @@ def average(
     return tree, averaged, from_last
 
 
-def _place(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | None:
+def _place_inside(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | None:
     """The stride and offset of a tensor in a contiguous one on the same storage; None if not all of it is inside."""
     (begin, end), (first, last) = part.span(), whole.span()
     is_inside = first <= begin and end <= last and part.dtype is whole.dtype and part.flags.lazy == whole.flags.lazy

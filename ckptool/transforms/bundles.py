@@ -67,11 +67,11 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
         else:
             fits = type(name) is int and name >= 0
         if not fits:
-            raise Conflict(f"a member cannot be called {_shown(name)}", _NAME, fix)
+            raise Conflict(f"a member cannot be called {_quoted(name)}", _NAME, fix)
         if (folded := _folded(name)) in taken:
-            what = f"two members are called {_shown(name)}"
+            what = f"two members are called {_quoted(name)}"
             if (other := taken[folded]) != name:
-                what = f"{_shown(other)} and {_shown(name)} are one name where case or Unicode form is ignored"
+                what = f"{_quoted(other)} and {_quoted(name)} are one name where case or Unicode form is ignored"
             raise Conflict(what, "One member would replace the other. Nothing was written.", fix)
         taken[folded] = name
 
@@ -81,7 +81,7 @@ def _folded(name: Any) -> str:
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", str(name)).casefold())
 
 
-def _shown(name: Any) -> str:
+def _quoted(name: Any) -> str:
     return ascii(name)[:200] if type(name) is str and not name.isascii() else repr(name)[:200]
 
 
@@ -126,7 +126,7 @@ def changed(
     dropped = [key_of(members, name) for name in drop]
     renamed = {key_of(members, old): new for old, new in (rename or {}).items()}
     if overlap := [name for name in dropped if name in renamed]:
-        raise UsageError(f"{_shown(overlap[0])} is to be dropped and renamed", "Only one can apply.")
+        raise UsageError(f"{_quoted(overlap[0])} is to be dropped and renamed", "Only one can apply.")
     items = [(renamed.get(name, name), tree) for name, tree in members.items() if name not in dropped]
     check_names(renamed.values(), [name for name in members if name not in dropped and name not in renamed])
     return dict(items)
@@ -137,10 +137,10 @@ def key_of(members: Mapping[Any, Any], name: str) -> Any:
     keys = [key for key in members if str(key) == name]
     if len(keys) > 1:
         available = f"Available: {listed([repr(key) for key in keys])}."
-        raise Ambiguous(f"{_shown(name)} names {counted(len(keys), 'member')}", available)
+        raise Ambiguous(f"{_quoted(name)} names {counted(len(keys), 'member')}", available)
     if not keys:
         available = f"Available: {listed(list(members), 12)}." if members else "There are no members."
-        raise UsageError(f"there is no member {_shown(name)}", available)
+        raise UsageError(f"there is no member {_quoted(name)}", available)
     return keys[0]
 
 
@@ -214,7 +214,7 @@ def ties_across(tree: Mapping[Any, Any]) -> tuple[tuple[str, ...], ...]:
     """
     users: dict[int, list[tuple[Path, str]]] = defaultdict(list)
     storages_at: dict[str, set[int]] = defaultdict(set)
-    for path, place, storage in _places(tree):
+    for path, place, storage in _storage_places(tree):
         users[id(storage)].append((path[:1], place))
         storages_at[place].add(id(storage))
     ties = tuple(tuple(place for _, place in group) for group in users.values() if len({name for name, _ in group}) > 1)
@@ -229,7 +229,7 @@ def tied_again(tree: dict[Any, Any], ties: Iterable[Sequence[str]]) -> dict[Any,
 
     Addresses that lead nowhere are passed over: the tensor is gone.
     """
-    storage_at = {place: storage for _, place, storage in _places(tree)}
+    storage_at = {place: storage for _, place, storage in _storage_places(tree)}
     replacements: dict[int, Storage] = {}
     for group in ties:
         names = [place for place in group if place in storage_at]
@@ -243,7 +243,7 @@ def tied_again(tree: dict[Any, Any], ties: Iterable[Sequence[str]]) -> dict[Any,
     return map_storages(tree, lambda storage: replacements.get(id(storage), storage)) if replacements else tree
 
 
-def _places(tree: Any) -> Iterator[tuple[Path, str, Storage]]:
+def _storage_places(tree: Any) -> Iterator[tuple[Path, str, Storage]]:
     """The storages in a tree, each with an address; the storages of one composite tensor are numbered."""
     for path, node in walk(tree):
         parts = list(stored_parts(node))

@@ -139,7 +139,7 @@ def conversion(old: DType | None, new: DType | None) -> str | None:
     elif old.kind in _WHOLE and (new.kind in _WHOLE or new.name in ("f32", "f64")):
         import numpy
 
-        # numpy says that f64 holds i64.
+        # numpy counts i64 as safe in f64, too.
         is_exact = numpy.can_cast(old.to_numpy(), new.to_numpy()) and (old.itemsize, new.name) != (8, "f64")
     elif {old.name, new.name} == {"c64", "c128"}:
         is_exact = new.name == "c128"

@@ -67,13 +67,13 @@ def _scaled(weight: QuantizedWeight) -> Numbers:
             values: Array = codes(start, stop).astype(single)
             if zeros is not None:
                 points = zeros(first, last).astype(single)[groups - first] + single(offset())
-                values -= _for_columns(weight, points)
+                values -= _per_column(weight, points)
             elif middle:
                 values -= single(middle)
-            scales = _table(parts["scale"], first, last)
+            scales = _table_rows(parts["scale"], first, last)
             if "global" in parts:
                 scales = scales / TensorValues(parts["global"]).read(0, 1)
-            values *= _for_columns(weight, scales[groups - first])
+            values *= _per_column(weight, scales[groups - first])
             if weight.codes == "int8":
                 values *= single(_INT8)
         return values
@@ -81,7 +81,7 @@ def _scaled(weight: QuantizedWeight) -> Numbers:
     return rows
 
 
-def _for_columns(weight: QuantizedWeight, table: Array) -> Array:
+def _per_column(weight: QuantizedWeight, table: Array) -> Array:
     """A number for each column, from one for each group of columns."""
     import numpy
 
@@ -100,7 +100,7 @@ def _for_columns(weight: QuantizedWeight, table: Array) -> Array:
 # Codes ---------------------------------------------------------------------------------------------------------------
 
 
-def _table(entry: TensorEntry, start: int, stop: int) -> Array:
+def _table_rows(entry: TensorEntry, start: int, stop: int) -> Array:
     """Some rows of a small table, which may be seen transposed."""
     part = entry.narrow(0, start, stop - start)
     return TensorValues(part).read(0, part.numel).reshape(part.shape)
@@ -110,15 +110,15 @@ def _codes(weight: QuantizedWeight, role: str) -> Numbers:
     """Rows of the codes of a weight, or of its zero points, as numbers."""
     part, bits, awq = weight.parts[role], weight.bits, weight.codes == "awq"
     matrix = part.reshape((prod(part.shape[:-1]), part.shape[-1]))
-    raw = partial(_table, part) if role == "zeros" else TensorValues(matrix).rows
+    raw = partial(_table_rows, part) if role == "zeros" else TensorValues(matrix).rows
     if weight.codes == "fp4":
         return lambda start, stop: e2m1(raw(start, stop))
     if awq or (weight.codes == "bits" and role == "zeros"):
-        return partial(_down, raw, part.shape[0], bits, awq)
+        return partial(_unpacked_rows, raw, part.shape[0], bits, awq)
     return raw if weight.codes != "bits" else lambda start, stop: unpacked(raw(start, stop), bits, weight.shape[-1])
 
 
-def _down(raw: Numbers, height: int, bits: int, awq: bool, start: int, stop: int) -> Array:
+def _unpacked_rows(raw: Numbers, height: int, bits: int, awq: bool, start: int, stop: int) -> Array:
     """Numbers packed down the columns: 32 rows take as many words as a number has bits."""
     import numpy
 
@@ -192,7 +192,7 @@ def _bitsandbytes(weight: QuantizedWeight) -> Numbers:
     codes, offset = weight.parts["codes"].row_major(), numpy.float32(facts.get("nested_offset") or 0)
 
     def nested(start: int, stop: int) -> Array:
-        scale = _of_blocks(parts["nested_absmax"], facts["nested_blocksize"], start, stop)
+        scale = _per_element(parts["nested_absmax"], facts["nested_blocksize"], start, stop)
         return parts["nested_map"](0, 256)[parts["absmax"](start, stop)] * scale + offset
 
     largest = nested if "nested_absmax" in parts else parts["absmax"]
@@ -201,12 +201,12 @@ def _bitsandbytes(weight: QuantizedWeight) -> Numbers:
         raw = numpy.frombuffer(codes.read(start // 2, -(-stop // 2) - start // 2), numpy.uint8)
         nibbles = numpy.stack((raw >> 4, raw & 15), axis=-1).reshape(-1)[start % 2 :][: stop - start]
         with numpy.errstate(all="ignore"):
-            return parts["map"](0, 16)[nibbles] * _of_blocks(largest, facts["blocksize"], start, stop)
+            return parts["map"](0, 16)[nibbles] * _per_element(largest, facts["blocksize"], start, stop)
 
     return read
 
 
-def _of_blocks(read: Numbers, size: int, start: int, stop: int) -> Array:
+def _per_element(read: Numbers, size: int, start: int, stop: int) -> Array:
     """The number for each element, from one for each block of `size`."""
     import numpy
 

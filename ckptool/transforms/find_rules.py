@@ -78,22 +78,22 @@ def groups(keys: Iterable[str], vary: int) -> Iterator[list[tuple[Part, ...]]]:
     for family in families(dict.fromkeys(keys), vary):
         parts_by_text[family.text] = {numbers: (key, (key,)) for numbers, key in family.keys.items()}
         pieces = family.text.split(HOLE)
-        for place in range(len(pieces) - 1):
+        for index in range(len(pieces) - 1):
             rows: dict[Numbers, dict[str, str]] = defaultdict(dict)
             for numbers, key in family.keys.items():
-                rows[(*numbers[:place], *numbers[place + 1 :])][numbers[place]] = key
+                rows[(*numbers[:index], *numbers[index + 1 :])][numbers[index]] = key
             if all([*map(str, range(len(row)))] == [*row] for row in rows.values()):
-                text = STACK.join(HOLE.join(half) for half in (pieces[: place + 1], pieces[place + 1 :]))
+                text = STACK.join(HOLE.join(half) for half in (pieces[: index + 1], pieces[index + 1 :]))
                 parts_by_text[text] = {at: (filled(text, at), (*row.values(),)) for at, row in rows.items()}
     for parts in parts_by_text.values():
         yield [(part,) for part in parts.values()]
     tokens_of = {text: tokens for text in parts_by_text if len(tokens := _TOKENS.findall(text)) <= MOST_TOKENS}
-    for place in range(max(map(len, tokens_of.values()), default=0)):  # one at a time, to save memory
+    for index in range(max(map(len, tokens_of.values()), default=0)):  # one at a time, to save memory
         siblings: dict[object, list[dict[Numbers, Part]]] = defaultdict(list)  # with names that differ at this place
         for text, tokens in tokens_of.items():
-            if place < len(tokens) and tokens[place] not in (HOLE, STACK):
+            if index < len(tokens) and tokens[index] not in (HOLE, STACK):
                 members = frozenset((at, len(keys)) for at, (_, keys) in parts_by_text[text].items())
-                siblings["".join(tokens[:place]), "".join(tokens[place + 1 :]), members].append(parts_by_text[text])
+                siblings["".join(tokens[:index]), "".join(tokens[index + 1 :]), members].append(parts_by_text[text])
         for words in (words for words in siblings.values() if len(words) <= MOST_WORDS):
             for first, *others in (combo for size in sorted({2, 3, len(words)}) for combo in combinations(words, size)):
                 yield [(part, *(other[at] for other in others)) for at, part in first.items()]
@@ -254,9 +254,9 @@ class ValueSearch:
             pairs = {key: key for key, trait in search.free[0].items() if search.free[1].get(key) == trait}
             if by_value:  # the others in the order of their families
                 goals: dict[Trait, list[str]] = defaultdict(list)
-                for trait, key in _in_order(search.free[1]):
+                for trait, key in _by_family(search.free[1]):
                     goals[trait] += [key] if key not in pairs else []
-                for trait, key in _in_order(search.free[0]):
+                for trait, key in _by_family(search.free[0]):
                     if key not in pairs and goals[trait]:
                         pairs[key] = goals[trait].pop(0)
             for link in (*search.links, *links_of(pairs)):
@@ -342,7 +342,7 @@ class ValueSearch:
         return None
 
 
-def _in_order(keys: Mapping[str, Trait]) -> Iterator[tuple[Trait, str]]:
+def _by_family(keys: Mapping[str, Trait]) -> Iterator[tuple[Trait, str]]:
     """The keys with their traits, family by family: names that differ in one number."""
     for family in families(keys, 1):
         yield from zip(family.traits, family.keys.values(), strict=True)
@@ -411,7 +411,7 @@ class FoundRules(Report):
         yield from (f"  {text}" for text in self._left_over())
         if self.output:
             yield f"{'would write' if self.dry_run else 'wrote'} {self.output}"
-            if not self._lacks():
+            if not self._is_incomplete():
                 yield "  ", cyan(str(command("translate", self.old, rules_file=self.output, out=OUT)))
         yield from self.notes
 
@@ -421,7 +421,7 @@ class FoundRules(Report):
         lines = [f"# {names}: {self._proof()}.", *(f"# {printable(text)}" for text in self._left_over()), "rules:"]
         for rule in self.rules:
             lines += [f"# {rule.evidence()}", yaml_item(rule.text)]
-        lines += ["# What is not made may be of these: check them."] if self.drop and self._lacks() else []
+        lines += ["# What is not made may be of these: check them."] if self.drop and self._is_incomplete() else []
         lines += ["drop:", *map(yaml_item, self.drop)] if self.drop else []
         return "\n".join(lines) + "\n"
 
@@ -430,7 +430,7 @@ class FoundRules(Report):
         texts += [f"{len(self.by_name):,} by name and shape"] if self.by_name else []
         return ", ".join([*texts, *([f"{len(self.missing):,} not made"] if self.missing else [])])
 
-    def _lacks(self) -> bool:
+    def _is_incomplete(self) -> bool:
         """True where a tensor is missing that is not a second name of another."""
         return len(self.missing) > len(self.notes)
 

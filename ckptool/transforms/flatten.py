@@ -245,8 +245,8 @@ class Behind(NamedTuple):
 def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, chosen: bool) -> Behind:
     """What stays behind of a file whose tensors go into the tree `written`. names: the addresses of those entries.
 
-    chosen: the user named what is written, by an address or patterns. Raises `Unsupported` where not, and where tensors
-    of no optimizer, average, random state or other set of weights are left behind with more bytes than are written.
+    chosen: the user named what is written, by an address or patterns. If not, raises `Unsupported` where tensors that
+    are of no optimizer, average, random state or other set of weights, with more bytes than are written, stay behind.
     """
     tree = checkpoint.tree
     constants = checkpoint.extras["constants"]() if "constants" in checkpoint.extras else None

@@ -116,7 +116,7 @@ def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLi
         return None
     joiner, ranks, optimizers = Joiner(source), list[_Rank](), dict[str, Any]()
     sizes, steps = [1, 1], dict[int, str]()
-    for place, file in names:
+    for numbers, file in names:
         above, _, last = file.rpartition("/")
         opened = Folder(os.path.join(source.path, above)).open(last)
         source.adopt(file, opened)
@@ -131,16 +131,16 @@ def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLi
             raise Corrupt(f"{source}: {file} is not a dictionary", "It is no rank's file of a model.")
         args = tree["args"].attributes if isinstance(tree.get("args"), Object) else {}
         declared: list[Any] = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
-        if len(place) > 2 or (type(declared[2]) is int and declared[2] > 1):
+        if len(numbers) > 2 or (type(declared[2]) is int and declared[2] > 1):
             what = f"{source}: {file} is of expert parallelism, which divides the experts over ranks"
             raise Unsupported(what, "Rules join tensor and pipeline parallelism only.", "Save it as torch_dist.")
-        for axis, number in enumerate((*place, 0)[:2]):
+        for axis, number in enumerate((*numbers, 0)[:2]):
             size = declared[axis] if type(declared[axis]) is int and declared[axis] < 1 << 20 else 1
             sizes[axis] = max(sizes[axis], number + 1, size)
         if type(iteration := tree.get("iteration")) is int:
             steps.setdefault(iteration, owner)
         model = tree if any(map(_is_chunk, tree)) else {"model": tree}  # all of the file
-        ranks.append(_Rank(owner, place[0], place[1] if len(place) > 1 else 0, model))
+        ranks.append(_Rank(owner, numbers[0], numbers[1] if len(numbers) > 1 else 0, model))
     if len(ranks) != prod(sizes):  # every stage has every rank, as many as the arguments say
         world = f"{counted(prod(sizes), 'rank')}, {sizes[0]:,} tensor x {sizes[1]:,} pipeline parallel"
         what = f"{source} has {counted(len(ranks), 'file')} of {world}"
@@ -150,7 +150,7 @@ def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLi
         raise mixed(source, first, second, f"one is of iteration {one:,}, the other of {other:,}")
     megatron.step_of(source, next(iter(steps), None))
     scope = Scope(given, rules.variables, configuration(Checkpoint({}, "", source=source), like), {})
-    model_tree = _model(joiner, ranks, rules, scope.lookup)
+    model_tree = _joined_model(joiner, ranks, rules, scope.lookup)
     beside = {rank.name: {key: value for key, value in rank.tree.items() if not _is_chunk(key)} for rank in ranks}
     for owner, tree in optimizers.items():
         beside[owner][OPTIMIZER] = tree
@@ -165,10 +165,10 @@ def _is_chunk(key: Any) -> bool:
 # The tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _model(joiner: Joiner, ranks: list[_Rank], rules: Translation, lookup: Lookup) -> dict[str, Any]:
+def _joined_model(joiner: Joiner, ranks: list[_Rank], rules: Translation, lookup: Lookup) -> dict[str, Any]:
     model: dict[str, Any] = {}
     shares: dict[str, Shares] = {}
-    for name, rank, value in _named(ranks, rules.layers):
+    for name, rank, value in _named_values(ranks, rules.layers):
         if isinstance(value, TensorEntry):
             share = Piece(value, (0,) * len(value.shape), rank.name)
             shares.setdefault(name, []).append((rank.tensor, share))
@@ -194,7 +194,7 @@ def _model(joiner: Joiner, ranks: list[_Rank], rules: Translation, lookup: Looku
         numbers = dict(zip(JOIN_WAYS[op.name].numbers, values, strict=False))
         if any(number < 1 for number in values):
             raise rule.error(f"it has {numbers}", "Each is a whole number above zero.", JOIN_LOOK)
-        model[name] = _joined(joiner, name, rule, numbers, shares[name], world, like)
+        model[name] = _join_shares(joiner, name, rule, numbers, shares[name], world, like)
         if name in joiner.different and op.name != "first":
             what, why = f"{joiner.where}: {name}: {joiner.different[name]}", "By the rule they should be the same."
             fix = "If each has its own part, name the way in which it is divided; if one will do: first."
@@ -202,7 +202,7 @@ def _model(joiner: Joiner, ranks: list[_Rank], rules: Translation, lookup: Looku
     return model
 
 
-def _named(ranks: Sequence[_Rank], layers: tuple[str, ...]) -> Iterator[tuple[str, _Rank, Any]]:
+def _named_values(ranks: Sequence[_Rank], layers: tuple[str, ...]) -> Iterator[tuple[str, _Rank, Any]]:
     """Every value of the ranks' models by its name in the whole model, with layers counted through all stages.
 
     Virtual stages (`model0`, `model1`) go round the pipeline: the first of every stage, then the second of every one.
@@ -214,7 +214,7 @@ def _named(ranks: Sequence[_Rank], layers: tuple[str, ...]) -> Iterator[tuple[st
         for rank in ranks:
             if rank.stage != stage or chunk not in rank.tree:
                 continue
-            for name, value in _flat(rank.tree[chunk]):
+            for name, value in _flat_items(rank.tree[chunk]):
                 for prefix in layers:
                     number, dot, rest = name.removeprefix(f"{prefix}.").partition(".")
                     if name.startswith(f"{prefix}.") and re.fullmatch("[0-9]{1,6}", number):
@@ -224,16 +224,16 @@ def _named(ranks: Sequence[_Rank], layers: tuple[str, ...]) -> Iterator[tuple[st
         before = {prefix: before[prefix] + counts[prefix] for prefix in layers}
 
 
-def _flat(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+def _flat_items(node: Any, above: str = "") -> Iterator[tuple[str, Any]]:
     """The values of nested dictionaries by their dotted names."""
     for key, value in node.items() if isinstance(node, dict) else ():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{above}{key}.")
+            yield from _flat_items(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
 
 
-def _joined(
+def _join_shares(
     joiner: Joiner, name: str, rule: Rule, how: dict[str, int], shares: Shares, world: int, like: tuple[int, ...]
 ) -> TensorEntry:
     """The whole tensor, joined in the way that a rule names. how: the rule's numbers.  world: how many ranks there are.

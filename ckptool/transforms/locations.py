@@ -39,10 +39,10 @@ def remapped(
     }
     present = Counter(storage.location for storage in storages(checkpoint.tree))
     present.update(call.made.args[2] for call in calls.values())
-    if missing := [old for old in table if old not in map(_normal, present)]:
+    if missing := [old for old in table if old not in map(_normalized, present)]:
         devices = ", ".join(sorted(present)) or "none"
         raise NoMatch(f"no storage is on {missing[0]}", f"The devices in the file: {devices}.")
-    moved = {location: table.get(_normal(location), target or location) for location in present}
+    moved = {location: table.get(_normalized(location), target or location) for location in present}
 
     def move(storage: Storage) -> Storage:
         new = moved[storage.location]
@@ -67,7 +67,7 @@ def parse_device(value: object) -> str:
     return match[1] if match[1] in _UNNUMBERED else f"{match[1]}:{int(match[2] or 0)}"
 
 
-def _normal(location: str) -> str:
+def _normalized(location: str) -> str:
     try:
         return parse_device(location)
     except UsageError:

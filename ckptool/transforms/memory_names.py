@@ -66,7 +66,7 @@ class MemoryTree:
             for op in reversed(group.operations):
                 undo = replace(op.inverse() or op, parts=len(group.old))
                 batches = [[tensor] for tensor in tensors] if undo.name == "unstack" else [tensors]
-                tensors = [part for batch in batches for part in applied(undo, batch, _number)]
+                tensors = [part for batch in batches for part in applied(undo, batch, _value)]
             old = [name for names in group.old for name in names]
             file_tensors |= {name: resolved(tensor) for name, tensor in zip(old, tensors, strict=True)}
         placed: set[Any] = {*self.names.values(), *(name for group in self.groups for name in group.new)}
@@ -90,7 +90,7 @@ def in_memory(file: Mapping[Any, Any], config: Mapping[str, Any], name: str) -> 
     Raises `Conflict` where two tensors have one name in memory, or some that belong together are missing.
     """
     steps, kind, names = _steps(config), config.get("model_type"), dict[Any, Any]()
-    memory = MemoryTree({}, odd=_table()[1].get(kind, ()) if isinstance(kind, str) else ())
+    memory = MemoryTree({}, odd=_tables()[1].get(kind, ()) if isinstance(kind, str) else ())
     groups: dict[tuple[int, str], tuple[_Step, list[str], list[list[str]]]] = {}
     for key, value in file.items():
         new = key
@@ -114,13 +114,13 @@ def in_memory(file: Mapping[Any, Any], config: Mapping[str, Any], name: str) -> 
         raise Conflict(what, "config.json is of another model, or a library of another version wrote them.")
     for step, new_names, old in groups.values():
         operations = tuple(replace(parse_operation(op), parts=len(new_names)) for op in step.operations.split(" | "))
-        group = _Group(operations, [sorted(keys, key=_natural) for keys in old if keys], new_names)
+        group = _Group(operations, [sorted(keys, key=_natural_order) for keys in old if keys], new_names)
         memory.groups.append(group)
         parts = [[file[key] for key in keys] for keys in group.old]
         try:
             for op in operations:
                 batches = parts if op.name == "stack" else [[tensor for part in parts for tensor in part]]
-                parts = [applied(op, tensors, _number) for tensors in batches]
+                parts = [applied(op, tensors, _value) for tensors in batches]
         except UsageError as error:
             what = f"{name}: {new_names[0]} cannot be made of {listed(group.old[0], 2)}"
             raise Conflict(what, f"{error.what}: tensors are missing, or config.json is of another model.") from None
@@ -138,11 +138,11 @@ def as_named(root: StateDict, checkpoint: Checkpoint, names: Container[str]) -> 
     return replace(root, node=same_kind(root.node, memory.tree)) if matches > own_matches else root
 
 
-def _number(value: Arithmetic) -> int:
+def _value(value: Arithmetic) -> int:
     return value.value(lambda _: None)
 
 
-def _natural(key: Any) -> list[tuple[int, str]]:
+def _natural_order(key: Any) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(key))]
 
 
@@ -172,7 +172,7 @@ class _Step(NamedTuple):
 
 
 @cache
-def _table() -> Any:
+def _tables() -> Any:
     """For each model type its classes and the ends of odd modules' names; all mappings by name; and each class's ties.
 
     A class without a name stands for all of its type, and `*` for a beginning that names of tied tensors share.
@@ -190,10 +190,10 @@ def _table() -> Any:
 
 def _ties(config: Mapping[str, Any], tree: Mapping[Any, Any]) -> dict[str, str] | None:
     """See `MemoryTree.ties`. In an unknown class, config.json ties the head to the only embedding."""
-    table, name, row = _table()[3], _class(config), _row(config.get("model_type"), _class(config))
+    table, name, row = _tables()[3], _class_name(config), _class_row(config.get("model_type"), _class_name(config))
     below = [(path, config.get(part)) for path, (part, _) in dict(row[2:] and row[2]).items()]
-    parts = [("", config), *((f"{at}.", part) for path, part in below for at in (path, _below(row[0], path)) if at)]
-    pairs = [path + suffix for path, part in parts for suffix in table.get(_class(part), ())]
+    parts = [("", config), *((f"{at}.", part) for path, part in below for at in (path, _dotted(row[0], path)) if at)]
+    pairs = [path + suffix for path, part in parts for suffix in table.get(_class_name(part), ())]
     says = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     is_tied = any(part.get("tie_word_embeddings") is True for part in says)
     if name not in table and is_tied and (name is None or re.search("LM|Generation", name)):
@@ -211,28 +211,28 @@ _EMBEDDING = "embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|shared"
 _HEAD = re.compile(rf"(?:.*\.)?(?:{_EMBEDDING}|(?P<head>lm_head|output|embed_out))\.weight")
 
 
-def _class(config: Any) -> Any:
+def _class_name(config: Any) -> Any:
     classes = config.get("architectures") if isinstance(config, Mapping) else None
     return classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else None
 
 
 def _steps(config: Mapping[str, Any]) -> list[_Step]:
     """The steps for a configuration, those that only rename first."""
-    steps, row = list[_Step](), _row(config.get("model_type"), _class(config))
+    steps, row = list[_Step](), _class_row(config.get("model_type"), _class_name(config))
     if row == UNKNOWN:
         return [_Step(re.compile(""), [""], UNKNOWN, ("",))]
     for scope, mapping in _scopes(row, config):
         below, prefix = f"{scope}." if scope else "", f"{row[0]}." if row[0] else ""
         prefixes = ("",) if scope is None else (prefix + below, below)
-        for pattern, target, *operations in _table()[2][mapping]:
+        for pattern, target, *operations in _tables()[2][mapping]:
             names = target if isinstance(target, list) else [target]
             steps.append(_Step(re.compile(pattern), names, "".join(operations), prefixes))
     return sorted(steps, key=lambda step: bool(step.operations))
 
 
-def _row(kind: Any, name: Any = None) -> Any:
+def _class_row(kind: Any, name: Any = None) -> Any:
     """What is known of a class, or of the first class of a type: a prefix, mappings and parts."""
-    rows = _table()[0].get(kind, {}) if isinstance(kind, str) else {}
+    rows = _tables()[0].get(kind, {}) if isinstance(kind, str) else {}
     return rows.get(name) or next(iter(rows.values()), ("", {}, {}))
 
 
@@ -251,10 +251,10 @@ def _scopes(row: Any, config: Mapping[str, Any]) -> Iterator[tuple[str | None, s
         if not any(f"{place}.".startswith(f"{path}.") for path in replaced):
             yield None if place == "" else place.removeprefix("."), mapping
     for path, inner in replaced.items():
-        below = _row(inner.get("model_type"))
+        below = _class_row(inner.get("model_type"))
         for scope, mapping in _scopes(below, inner) if below != UNKNOWN else ():
-            yield _below(path, scope), mapping
+            yield _dotted(path, scope), mapping
 
 
-def _below(path: str, name: str | None) -> str:
+def _dotted(path: str, name: str | None) -> str:
     return ".".join(filter(None, [path, name]))

@@ -53,7 +53,7 @@ def with_optimizers(
     if not states:
         what = f"{part.source or 'the checkpoint'} has no optimizer state"
         why = "It would be a dictionary with `state` and `param_groups`. Nothing was written."
-        raise NoMatch(what, why, _elsewhere(whole, form) or f"Go without it: omit {OPTION}")
+        raise NoMatch(what, why, _member_command(whole, form) or f"Go without it: omit {OPTION}")
     lines = [] if tree is part.tree else ["flattened keys of the optimizer are nested again"]
     for path, optimizer in states:
         place = address((*part.base, *path))
@@ -84,7 +84,7 @@ def with_optimizers(
     return replace(part, tree=tree), lines
 
 
-def _elsewhere(whole: Checkpoint, form: str) -> str:
+def _member_command(whole: Checkpoint, form: str) -> str:
     """The command for the optimizer's own file or folder beside the weights of a folder: `optimizer.pt`, accelerate's
     `optimizer_0`, or DeepSpeed's tag beside a Trainer's weights."""
     name = next((name for name in members.beside(whole) if name.startswith(("optimizer", "global_step"))), None)
@@ -159,7 +159,7 @@ class Slots:
             return named
         if target is not None:
             parameters = {tensor.name: tensor.shape or () for tensor in target.unique if tensor.kind == PARAMETER}
-            return self._in_order(parameters, advice, _in_model_order(target.tensors))
+            return self._names_in_order(parameters, advice, _in_model_order(target.tensors))
         roots = [root for root in find_state_dicts(replace(whole, tree=nested(whole.tree))) if root.is_model]
         fitting: dict[tuple[Any, ...], dict[Any, str]] = {}
         first_error: CkptoolError | None = None
@@ -177,7 +177,7 @@ class Slots:
             if len(shapes) > len(self.slots):
                 shapes = {name: shape for name, shape in shapes.items() if name not in buffers}
             try:
-                names = self._in_order(shapes, advice, _in_model_order(root.node))
+                names = self._names_in_order(shapes, advice, _in_model_order(root.node))
             except Conflict as error:
                 first_error = first_error or error
             else:
@@ -191,7 +191,7 @@ class Slots:
         fix = f"{advice[:1].upper()}{advice[1:]}"
         raise Conflict(f"the parameters of {self.called} are numbered, and {fits}", f"{why} Nothing was written.", fix)
 
-    def _in_order(self, parameters: Shapes, advice: str, ordered: bool) -> dict[Any, str]:
+    def _names_in_order(self, parameters: Shapes, advice: str, ordered: bool) -> dict[Any, str]:
         """The name of each slot by the order of the parameters. ordered: that is the model's order.
 
         Raises `Conflict` where that is not known: a count or a shape differs, or two groups might continue.

@@ -158,7 +158,7 @@ def moved_metadata(before: Any, keys: Iterable[str], moved: Mapping[str, str], r
     for new, old in sources.items():
         goals.setdefault(old, []).append(new)
 
-    modules, around = _modules_of(moved), _modules_of(keys)
+    modules, around = _modules_around(moved), _modules_around(keys)
     for path in [path for path in before if type(path) is str and path not in goals]:
         if rename is not None:
             marked = rename(f"{path}.\0") if path else "\0"
@@ -177,7 +177,7 @@ def moved_metadata(before: Any, keys: Iterable[str], moved: Mapping[str, str], r
     return same_kind(before, items)
 
 
-def _modules_of(keys: Iterable[str]) -> set[str]:
+def _modules_around(keys: Iterable[str]) -> set[str]:
     """The modules that keys are in, and those around them."""
     modules = {""}
     for key in keys:

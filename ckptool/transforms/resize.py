@@ -121,8 +121,8 @@ def _grid(entry: TensorEntry, shape: tuple[int, ...], how: Resize) -> TensorEntr
     differing = [axis for axis, (a, b) in enumerate(zip(old, shape, strict=False)) if a != b]
     axis = len(shape) - 2
     if len(shape) in (2, 3) and len(old) == len(shape) and differing in ([], [axis]):
-        before = _sides(how, how.old, old[axis], "from")
-        after = _sides(how, how.new, shape[axis], "to")
+        before = _image_size(how, how.old, old[axis], "from")
+        after = _image_size(how, how.new, shape[axis], "to")
         first, image, last = (
             entry.narrow(axis, begin, count)
             for begin, count in ((0, how.cls), (how.cls, prod(before)), (old[axis] - how.extra, how.extra))
@@ -143,11 +143,11 @@ def _interpolated(entry: TensorEntry, shape: tuple[int, ...], how: Resize) -> Te
     """Interpolates every dimension that differs, from the first to the last."""
     result = entry
     for axis, (size, new) in enumerate(zip(entry.shape, shape, strict=True)):
-        result = result if size == new else _along(result, axis, *_taps(how, size, new))
+        result = result if size == new else _resampled(result, axis, *_taps(how, size, new))
     return converted(result, entry.dtype)
 
 
-def _sides(how: Resize, sides: tuple[int, int] | None, tokens: int, word: str) -> tuple[int, int]:
+def _image_size(how: Resize, sides: tuple[int, int] | None, tokens: int, word: str) -> tuple[int, int]:
     """The height and width of an image among so many tokens."""
     count = tokens - how.cls - how.extra
     if sides is not None:
@@ -195,7 +195,7 @@ def _channels(entry: TensorEntry, shape: tuple[int, ...], how: Resize) -> Tensor
     fits = len(shape) > 1 and len(old) == len(shape) and (old[0], *old[2:]) == (shape[0], *shape[2:])
     if not fits or not old[1] or not shape[1]:
         raise _Unfit("Only the second dimension, the number of input channels, may change.")
-    return converted(_along(entry, 1, *_channel_taps(how, old[1], shape[1])), entry.dtype)
+    return converted(_resampled(entry, 1, *_channel_taps(how, old[1], shape[1])), entry.dtype)
 
 
 # Weights -------------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ Taps = tuple["Array", "Array"]
 def _taps(how: Resize, size: int, new: int) -> Taps:
     import numpy
 
-    _limit(how, max(size, new))
+    _refuse_large(how, max(size, new))
     mode = how.mode
     places = numpy.arange(new, dtype=numpy.float64)
     scale, reach = size / new, 2 if mode == "bicubic" else 1
@@ -243,13 +243,13 @@ def _cubic(distances: Array, a: float) -> Array:
 def _channel_taps(how: Resize, size: int, new: int) -> Taps:
     import numpy
 
-    _limit(how, size * new)
+    _refuse_large(how, size * new)
     if new == 1:
         return numpy.arange(size)[None], numpy.ones((1, size))
     return numpy.arange(new)[:, None] % size, numpy.full((new, 1), size / new)
 
 
-def _limit(how: Resize, size: int) -> None:
+def _refuse_large(how: Resize, size: int) -> None:
     if size > MAX_SIDE:
         what = f"{how.text} from or to {size:,}"
         raise LimitExceeded(what, f"At most {MAX_SIDE:,} are computed. Nothing was written.")
@@ -258,7 +258,7 @@ def _limit(how: Resize, size: int) -> None:
 # Values --------------------------------------------------------------------------------------------------------------
 
 
-def _along(entry: TensorEntry, axis: int, indices: Array, weights: Array) -> TensorEntry:
+def _resampled(entry: TensorEntry, axis: int, indices: Array, weights: Array) -> TensorEntry:
     """The tensor in f64 with new places along an axis: weighted sums of old ones, added in the order of `Taps`."""
     import numpy
 
@@ -272,8 +272,8 @@ def _along(entry: TensorEntry, axis: int, indices: Array, weights: Array) -> Ten
         blocks = []
         with numpy.errstate(all="ignore"):
             for begin, end in stretches(start, stop, width):
-                number, place = numpy.divmod(numpy.arange(begin, end), new)
-                sources, shares = number[:, None] * size + indices[place], weights[place]
+                number, index = numpy.divmod(numpy.arange(begin, end), new)
+                sources, shares = number[:, None] * size + indices[index], weights[index]
                 low, high = int(sources.min()), int(sources.max()) + 1
                 window = values.rows(low, high)
                 total: Array = window[sources[:, 0] - low] * shares[:, :1]

@@ -151,21 +151,21 @@ def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
     while stack:
         pieces, rows = stack.pop()
         columns = zip(*(numbers for numbers, _ in rows), strict=True)
-        varying = [place for place, column in enumerate(columns) if len(set(column)) > 1]
+        varying = [index for index, column in enumerate(columns) if len(set(column)) > 1]
         if len(varying) > vary:
             parts_of: dict[Numbers, list[tuple[Numbers, str]]] = defaultdict(list)
             for numbers, key in rows:
-                parts_of[tuple(numbers[place] for place in varying[vary:])].append((numbers, key))
+                parts_of[tuple(numbers[index] for index in varying[vary:])].append((numbers, key))
             stack += [(pieces, members) for members in parts_of.values()]
             continue
         texts, first = [pieces[0]], rows[0][0]
-        for place, piece in enumerate(pieces[1:]):
-            if place in varying:
+        for index, piece in enumerate(pieces[1:]):
+            if index in varying:
                 texts.append(piece)
             else:
-                texts[-1] += first[place] + piece
+                texts[-1] += first[index] + piece
         rows.sort(key=lambda row: ([*map(int, row[0])], row[0]))
-        keys = {tuple(numbers[place] for place in varying): key for numbers, key in rows}
+        keys = {tuple(numbers[index] for index in varying): key for numbers, key in rows}
         results.append(Family(HOLE.join(texts), keys, tuple(traits[key] for key in keys.values())))
     order = {key: number for number, key in enumerate(traits)}
     return sorted(results, key=lambda family: min(order[key] for key in family.keys.values()))
@@ -184,9 +184,9 @@ def matched(ours: Family, theirs: Family | None) -> Link | None:
     if theirs is None or [have[numbers] for numbers in mine] != [want[numbers] for numbers in goals]:
         return None
     traits_at: dict[Numbers, set[Trait]] = defaultdict(set)  # by the numbers that stay the same
-    places = [place for place, column in enumerate(zip(*goals, strict=True)) if column in zip(*mine, strict=True)]
+    indices = [index for index, column in enumerate(zip(*goals, strict=True)) if column in zip(*mine, strict=True)]
     for numbers in goals:
-        traits_at[tuple(numbers[place] for place in places)].add(want[numbers])
+        traits_at[tuple(numbers[index] for index in indices)].add(want[numbers])
     is_certain = len(traits_at) == len(goals) or any(len(traits) > 1 for traits in traits_at.values())
     keys = ((ours.keys[old], theirs.keys[new]) for old, new in zip(mine, goals, strict=True))
     return link_of([Pairing((old,), (old,), new) for old, new in keys]) if is_certain else None

@@ -120,13 +120,13 @@ def plan_warm_start(
         raise UsageError(what, f"Available: {', '.join(ON_MISMATCH)}.")
     targets, groups = target.tensors, tie_groups(target.tensors.values()).values()
     tensors = {k: v for k, v in root.node.items() if type(k) is str and isinstance(v, (TensorEntry, Composite))}
-    matched = _matched(tensors, root.node, target, options)
+    matched = _match_names(tensors, root.node, target, options)
     took = remark or (f"took {root.address}" if root.path else "")
     is_other = root.module is not None or root.detail
     texts = [took, f"they are those of a {root.detail}" if is_other else ""]
     texts += [f"of the target: {text}" for text in target.remarks]
     notes = [*(Note("root", text) for text in texts if text), *matched.notes]
-    chosen, mismatched = _fitting(tensors, matched, target, options, groups, notes)
+    chosen, mismatched = _fit_tensors(tensors, matched, target, options, groups, notes)
 
     refused, tied, through = list[Refusal](), list[Tied](), set[str]()
     for names in groups:  # one name of a tied tensor represents the others
@@ -200,7 +200,7 @@ class _Matched(NamedTuple):
     notes: list[Note]
 
 
-def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: MatchOptions) -> _Matched:
+def _match_names(tensors: Mapping[str, Tensor], node: Any, target: Target, options: MatchOptions) -> _Matched:
     """Pairs by the rules and equal names, then without wrapper prefixes, then by names of older torch versions."""
     targets, notes, excluded = target.tensors, list[Note](), set[str]()
     # By the rules for the key, else by those for its form without wrappers.
@@ -258,7 +258,7 @@ def _matched(tensors: Mapping[str, Tensor], node: Any, target: Target, options: 
 # Fit -----------------------------------------------------------------------------------------------------------------
 
 
-def _fitting(
+def _fit_tensors(
     tensors: Mapping[str, Tensor],
     matched: _Matched,
     target: Target,

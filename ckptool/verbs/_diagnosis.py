@@ -49,7 +49,7 @@ class RefusedValues(NamedTuple):
 
 
 def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
-    """The diagnosis of what could not be opened: what it is instead, or what is wrong with it.
+    """The diagnosis of a path that could not be opened: what it is instead, or what is wrong with it.
     Raises the problem where the file cannot be read at all."""
     if isinstance(problem, FileProblem) and not os.path.islink(path):
         raise problem

@@ -92,12 +92,12 @@ def explain(
         text = standard_input()
         if not text.strip():
             raise UsageError("standard input has no text", "", "For example: python train.py 2>&1 | ckptool explain -")
-        shown = text[:MAX_TEXT]
-        named: Sequence[str] = _IN_BRACKETS.findall(shown)
+        head = text[:MAX_TEXT]
+        cited: Sequence[str] = _IN_BRACKETS.findall(head)
         # Only those of notes are looked for without their brackets, and not in a traceback: `usage: train.py` is none.
-        if "Traceback (most" not in shown:
-            named = [*named, *(name for name in _NOTE.findall(shown) if name in codes and codes[name].kind != "Errors")]
-        if matches := [codes[name] for name in dict.fromkeys(named) if name in codes]:
+        if "Traceback (most" not in head:
+            cited = [*cited, *(name for name in _NOTE.findall(head) if name in codes and codes[name].kind != "Errors")]
+        if matches := [codes[name] for name in dict.fromkeys(cited) if name in codes]:
             return Explanation(tuple(matches))
         if recognised(text) is None:
             look = f"{LOOK}{command('doctor', FILE)}"

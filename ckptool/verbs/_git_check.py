@@ -61,16 +61,16 @@ def git_check(
         in_lfs = attributes.split("\0")[2] == "lfs"
         staged = (git("--literal-pathspecs", "ls-files", "-s", "-z", "--", file, ok=(0, 128)) or "").split()
         track = f"To store it with git-lfs: git lfs track {quoted('*' + os.path.splitext(file)[1])}"
-        held = int(git("cat-file", "-s", staged[1]) or 0) if staged else SMALL if in_lfs else source.size
+        stored = int(git("cat-file", "-s", staged[1]) or 0) if staged else SMALL if in_lfs else source.size
         if pointer and not in_lfs:
             why = "No attribute gives it to git-lfs (filter=lfs): whoever clones the repository gets only the pointer."
             problems.append(Problem("lfs-pointer", "a git-lfs pointer in place of the checkpoint", f"{why} {track}"))
-        if held > max(max_size * 10**6, SMALL):
+        if stored > max(max_size * 10**6, SMALL):
             why = f"Every version of it would stay in the repository forever. {track}"
             if in_lfs:
                 why = "git-lfs should have stored it, by the attributes, but did not: "
                 why += "git lfs install; git add --renormalize ."
-            problems.append(Problem("large-file", f"git itself would store {size_text(held)}", why))
+            problems.append(Problem("large-file", f"git itself would store {size_text(stored)}", why))
     try:
         report = verified(source, finite=True)[0] if not pointer else Verification(file)
         problems += report.problems

@@ -76,8 +76,8 @@ def git_setup(
     scope = "--global" if everywhere else "--local"
     if everywhere:
         config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-        named = git("config", "--type=path", "--get", "core.attributesFile", ok=(0, 1), at="/")
-        path = named.removesuffix("\n") if named else os.path.join(config, "git", "attributes")
+        configured = git("config", "--type=path", "--get", "core.attributesFile", ok=(0, 1), at="/")
+        path = configured.removesuffix("\n") if configured else os.path.join(config, "git", "attributes")
     else:
         path = os.path.join((git("rev-parse", "--show-toplevel") or "").removesuffix("\n"), ".gitattributes")
     # This program by its full path: git is also started where it is on no path.

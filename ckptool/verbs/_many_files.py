@@ -73,13 +73,13 @@ def write_many(pairs: Sequence[Pair], options: Options, work: Work[Result]) -> I
     if repeated := next((path for (path, _), times in parts.items() if times > 1), ""):
         raise Conflict(f"{repeated} was given twice", "It would be changed twice.", "Name it once.")
     extra, refused = {"make_folder": "folder" in options}, set[Pair]()
-    with closing(in_turn(partial(_one, work, {**extra, "dry_run": True}), pairs, jobs)) as plans:
+    with closing(in_turn(partial(_work_on, work, {**extra, "dry_run": True}), pairs, jobs)) as plans:
         for pair, plan in zip(pairs, plans, strict=True):
             try:
                 planned = plan()
             except CkptoolError as error:
                 if not options.get("skip_refused"):
-                    raise _stopped(error, pair[0], 0, count) from error
+                    raise _stopped_error(error, pair[0], 0, count) from error
                 refused.add(pair)
                 yield error.within(pair[0])
             else:
@@ -89,19 +89,19 @@ def write_many(pairs: Sequence[Pair], options: Options, work: Work[Result]) -> I
         return
     pairs = [pair for pair in pairs if pair not in refused]
     jobs = jobs if jobs == 1 or _are_apart(pairs) else 1
-    with closing(in_turn(partial(_one, work, extra), pairs, jobs, _size_of)) as tasks:
+    with closing(in_turn(partial(_work_on, work, extra), pairs, jobs, _size_of)) as tasks:
         for number, (pair, task) in enumerate(zip(pairs, tasks, strict=True)):
             try:
                 result = task()
             except CkptoolError as error:  # its data is damaged, or the disk is full
                 if not options.get("skip_refused"):
-                    raise _stopped(error, pair[0], number, count, jobs) from error
+                    raise _stopped_error(error, pair[0], number, count, jobs) from error
                 yield error.within(pair[0])
             else:
                 yield result
 
 
-def _one(work: Work[Result], options: Options, pair: Pair) -> Result:
+def _work_on(work: Work[Result], options: Options, pair: Pair) -> Result:
     file, out = pair
     return work(file, out=out, **options)
 
@@ -122,7 +122,7 @@ def _are_apart(pairs: Sequence[Pair]) -> bool:
     return written.isdisjoint(parents) and all(above(out).isdisjoint(read) for out in (*written, *read))
 
 
-def _stopped(error: CkptoolError, file: str, number: int, count: int, jobs: Jobs = 1) -> CkptoolError:
+def _stopped_error(error: CkptoolError, file: str, number: int, count: int, jobs: Jobs = 1) -> CkptoolError:
     """The error of one of several files, which says what was written before it."""
     located = error.within(file)
     progress = "None of the files was written; to write the others: --skip-refused."

@@ -142,7 +142,7 @@ def assignment(text: str) -> tuple[str, Any]:
 
 
 def once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs as a dictionary; raises `UsageError` for what was given twice."""
+    """The pairs as a dictionary; raises `UsageError` for a name that was given twice."""
     names = [name for name, _ in pairs]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
@@ -151,7 +151,7 @@ def once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def numbers(flag: str, text: str) -> list[float]:
-    """Numbers of `0.5,0.3,0.2`."""
+    """The numbers in `0.5,0.3,0.2`."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:

@@ -114,9 +114,9 @@ class Written(Report):
         elif self.how == "new file" and formats.named(self.container).writes_folder:
             how = "new folder"
         suffix = formats.SUFFIXES.get(os.path.splitext(self.output)[1].lower())
-        is_odd = self.output and how in ("new file", "copy") and (suffix is None or suffix.name != self.container)
+        is_misnamed = self.output and how in ("new file", "copy") and (suffix is None or suffix.name != self.container)
         how = f"{how.removeprefix('new ')} replaced" if self.replaced and how != "copy" else how
-        words = [self.container if is_odd else "", size(self.file_bytes), how, "verified" if self.verified else ""]
+        words = [self.container if is_misnamed else "", size(self.file_bytes), how, "verified" if self.verified else ""]
         facts = ", ".join(filter(None, words))
         where = f"written to {self.output}" if self.output else "returned"
         if self.dry_run:

@@ -63,7 +63,7 @@ def bake(
     replaced: dict[int, Any] = {}
     folded, skipped, lines = list[str](), dict[str, str](), list[str]()
     for root in roots:
-        replaced[id(root.node)], kinds, root_skipped = _baked(root.node, form)
+        replaced[id(root.node)], kinds, root_skipped = _bake_weights(root.node, form)
         folded, skipped = folded + list(kinds), skipped | root_skipped
         for kind in (_WEIGHT_NORM, _PRUNING):
             names = [name for name, its_kind in kinds.items() if its_kind == kind]
@@ -79,7 +79,7 @@ def bake(
     return saved.about(f"{counted(len(folded), 'weight')} {word}", *lines, folded=folded, left=skipped)
 
 
-def _baked(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], dict[str, str], dict[str, str]]:
+def _bake_weights(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], dict[str, str], dict[str, str]]:
     """The state dict with plain weights in place of parametrisations; or, with `form`, weight norm by its other names.
     The weights that were folded, with their kinds; and those that were recognised and left alone, with why.
 

@@ -50,9 +50,9 @@ def browse(file: File) -> Page:
         raise MissingExtra("browse needs textual, which is not installed", "", "pip install 'ckptool[browse]'")
     app = browser(open_file(file))
     gc.enable()  # it may live long
-    with signals_held() as held:  # the app takes them when it can give the terminal back
+    with signals_held() as signals:  # the app takes them when it can give the terminal back
         app.run()
-        held += [app.return_code - 128] * (app.return_code > 128)
+        signals += [app.return_code - 128] * (app.return_code > 128)
     return Page("\n".join(app.copied))
 
 
@@ -87,7 +87,7 @@ def lines_of(contents: Listing) -> Iterator[Line]:
 
 
 def lines_of_diff(diff: Any, base: Path) -> Iterator[Line]:
-    """What differs, at its place in the first file, of which the part at `base` was compared."""
+    """The differences, at their places in the first file, of which the part at `base` was compared."""
     texts = {name: text for pairs in (aspect_rows(diff), entry_rows(diff)) for name, text in pairs}
     rows: list[tuple[Path, Any, str, str]] = []
     for change in diff.changed:

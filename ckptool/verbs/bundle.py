@@ -89,7 +89,7 @@ def bundle(
     if from_folder is not None:
         if file is not None:
             raise UsageError("bundle was given both a bundle to change and a folder", "Give one of the two.")
-        parts = _of_folder(from_folder, part)
+        parts = _unbundled(from_folder, part)
     else:
         path, at = split(file) if isinstance(file, (str, os.PathLike)) else (file, None)
         if at is not None and file is not None:
@@ -147,7 +147,7 @@ class _Members:
         memory = checkpoint_in_memory(live, members=True)
         self.memories += [memory] if live else []
         for name, file in files.items():
-            part = replace(memory, tree=memory.tree[name]) if name in live else self._taken(file)
+            part = replace(memory, tree=memory.tree[name]) if name in live else self._member_part(file)
             self.member(name, part, shown(file))
         self.checkpoint = replace(self.checkpoint, tree={**self.checkpoint.tree, **values})
 
@@ -164,7 +164,7 @@ class _Members:
         tree, discarded = {**self.checkpoint.tree, name: part.tree}, (*self.checkpoint.discarded, *part.discarded)
         self.checkpoint = replace(self.checkpoint, tree=tree, metadata=metadata, discarded=discarded)
 
-    def _taken(self, file: CheckpointLike) -> Checkpoint:
+    def _member_part(self, file: CheckpointLike) -> Checkpoint:
         """The part of a file that is a member. Parts of one file keep their ties; what is taken twice becomes two."""
         path, at = split(file) if isinstance(file, (str, os.PathLike)) else (file, "")
         readings = self.readings.setdefault(os.path.realpath(absolute(path)) if type(path) is str else id(file), [])
@@ -186,7 +186,7 @@ class _Members:
         return replace(checkpoint, tree=node, discarded=(), extras={}, metadata=metadata)
 
 
-def _of_folder(path: PathLike, part: bool) -> _Members:
+def _unbundled(path: PathLike, part: bool) -> _Members:
     """The members that an unbundled folder holds. Raises `Corrupt` for a record that leads out of the folder."""
     folder = Folder(path)
     record = bundle_json.read(folder)

@@ -86,7 +86,7 @@ def convert(
         out = os.path.join(out, "")  # a folder that is there is written as one
     change = change_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)
-    opened = _opened(file, at, part, rules_file, against if optimizer_as is None else None)
+    opened = _open_input(file, at, part, rules_file, against if optimizer_as is None else None)
     if all and opened.at is None:
         from ckptool.formats.members import with_all
 
@@ -95,12 +95,12 @@ def convert(
     rows: list[Row | str] = []
     unsaved: list[str] = []
     if weights_only:
-        taken, lines, unsaved = _plain(taken, opened.path)
+        taken, lines, unsaved = _plain_values(taken, opened.path)
         rows += lines
     if shard_size is not None or like is not None:
-        change = _only(SHARDED, change, arg("like" if shard_size is None else "shard_size"))
+        change = _into_folder(SHARDED, change, arg("like" if shard_size is None else "shard_size"))
     if ranks is not None:
-        change = _only(DCP, change, arg("ranks"))
+        change = _into_folder(DCP, change, arg("ranks"))
     elif shard_dim is not None:
         fix = f"For example: {arg(ranks=8, shard_dim=0)}"
         raise UsageError(f"{arg('shard_dim')} was given without {arg('ranks')}", "Nothing would be divided.", fix)
@@ -169,7 +169,7 @@ def convert(
     return saved.about(summary, *rows, *leftovers.lines, notes=notes, tensors=count, **leftovers.facts)
 
 
-def _opened(
+def _open_input(
     file: CheckpointLike, at: str | None, part: bool, rules_file: PathLike | None, against: CheckpointLike | None
 ) -> Opened:
     if rules_file is not None:
@@ -200,9 +200,9 @@ def _opened(
 _EXAMPLES = {SHARDED: arg(out=Slot("DIR"), shard_size="5GB"), DCP: arg(out="model.dcp", ranks=8)}
 
 
-def _only(name: str, change: Change, option: Command) -> Change:
-    """The change into the container of the output, which has to be a folder as `name` is. Raises `UsageError` for
-    another."""
+def _into_folder(name: str, change: Change, option: Command) -> Change:
+    """The change into the container of the output, which has to be a folder of the kind of `name`. Raises `UsageError`
+    otherwise."""
     container, expected = change.format(name), formats.by_name(name)
     if not container.writes_folder or container.tensors_only != expected.tensors_only:
         what = f"{option} writes a folder ({name}), but {change.path or ''} would be {container.name}"
@@ -210,7 +210,7 @@ def _only(name: str, change: Change, option: Command) -> Change:
     return change.into(container.name)
 
 
-def _plain(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], list[str]]:
+def _plain_values(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], list[str]]:
     """The part with plain values only; a line for each value changed or dropped; and the addresses left behind."""
     from ckptool.pickles.weights_only import weights_only
 

@@ -219,7 +219,7 @@ def report(
             of_opened(files[0], target) if target is not None and isinstance(files[0], Opened) else None,
             run_facts,
             history_of(run_facts.path) if run_facts is not None else None,
-            _norms(run_facts) if run_facts is not None else None,
+            _norms_of_run(run_facts) if run_facts is not None else None,
             compared=compared,
         )
     if out is None:
@@ -278,17 +278,17 @@ def health(listing: Listing, values: Mapping[str, Values], skipped: dict[str, st
         if place not in values:
             continue
         stats, zero_rows = values[place].numbers, values[place].zero_rows or 0
-        texts = {"nan": _share(stats.nans, stats.count), "inf": _share(stats.infs, stats.count)}
+        texts = {"nan": _count_text(stats.nans, stats.count), "inf": _count_text(stats.infs, stats.count)}
         is_matrix = sum(size > 1 for size in tensor.shape or ()) > 1 and tensor.dtype and tensor.dtype.kind in _FLOATS
         is_weight = row.path and "weight" in str(row.path[-1]).rpartition(".")[2]
         if is_matrix and is_weight and any(row.path[: len(path)] == path for path in models):
             rows = (tensor.shape or (0,))[0]
             if stats.zeros == stats.count:
-                texts["all-zero"] = "" if re.search(r"lora_(B|up)\b", place) else _share(stats.zeros, stats.count)
+                texts["all-zero"] = "" if re.search(r"lora_(B|up)\b", place) else _count_text(stats.zeros, stats.count)
             elif stats.min == stats.max and not (stats.nans or stats.infs):
                 texts["constant"] = f"all values are {stats.min:.6g}"
             if 1 < zero_rows < rows:
-                texts["dead-rows"] = _share(zero_rows, rows, "row")
+                texts["dead-rows"] = _count_text(zero_rows, rows, "row")
             if stats.norm is not None:
                 pattern = re.sub(r"(?<![^./])\d+(?![^./])", "#", place)
                 siblings.setdefault((pattern, tensor.shape), {})[place] = stats.norm
@@ -305,14 +305,14 @@ def health(listing: Listing, values: Mapping[str, Values], skipped: dict[str, st
     return Health(len(listing.tensors), len(values), skipped, rules, findings)
 
 
-def _share(count: int, total: int, word: str = "value") -> str:
+def _count_text(count: int, total: int, word: str = "value") -> str:
     return f"{count:,} of {counted(total, word)}" if count else ""
 
 
 # A run ----------------------------------------------------------------------------------------------------------------
 
 
-def _norms(run_facts: RunReport) -> NormsOverTime:
+def _norms_of_run(run_facts: RunReport) -> NormsOverTime:
     """The norms of a run's layers at its checkpoints; where there are very many, some are left out."""
     unread = {saved.step: saved.problem for saved in run_facts.checkpoints if saved.state != GOOD}
     good = [saved for saved in run_facts.checkpoints if saved.state == GOOD]

@@ -77,7 +77,7 @@ class Shown(Report):
 
     def told(self, *, all: bool = False) -> Told:
         if self.tensor is None:
-            lines = list(_lines_of(self.entry, None if all else LINES))
+            lines = list(_value_lines(self.entry, None if all else LINES))
             is_long = not all and len(lines) > SCREEN  # then an outline of sets of weights, the state of few parameters
             outline = listing(self.whole, self.address) if self.whole is not None and is_long else None
             if outline is not None and any(part.root.is_model for part in outline.parts):
@@ -85,7 +85,7 @@ class Shown(Report):
                 first = command("show", f"{self.file}#{outline.tensors[0].address}")
                 yield f"every entry: {arg(all=True)}; values: {first}"
             else:
-                yield from _lines_of(self.entry, LINES, sibling_limit=ALIKE) if is_long else lines
+                yield from _value_lines(self.entry, LINES, sibling_limit=ALIKE) if is_long else lines
             return
         part = f"[{self.slice}]" if self.slice else ""
         yield bold(self.address or self.file), f"{part}: {tensor_text(self.tensor)}, {size(self.tensor.nbytes)}"
@@ -94,7 +94,7 @@ class Shown(Report):
         yield f"… stands for values that were not read; {arg(all=True)} reads them" if self.truncated else None
 
 
-def _lines_of(value: Any, limit: int | None, sibling_limit: int | None = None) -> Iterator[str]:
+def _value_lines(value: Any, limit: int | None, sibling_limit: int | None = None) -> Iterator[str]:
     """A plain value, with everything below it; with a limit, that many lines, and of a text of many lines its size.
     sibling_limit: how many siblings with tensors are shown, such as an optimizer's states of its parameters."""
     from ckptool.pickles.plain import plain

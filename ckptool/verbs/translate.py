@@ -152,7 +152,7 @@ def translate(
         summary += f", {' → '.join(sides_of)}"
     return written.about(
         summary,
-        *_rows(outcome, bool(chosen["dry_run"])),
+        *_report_rows(outcome, bool(chosen["dry_run"])),
         *(layout.notes if layout is not None and not reverse else ()),
         *behind,
         notes=notes,
@@ -160,7 +160,7 @@ def translate(
     )
 
 
-def _rows(outcome: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
+def _report_rows(outcome: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
     def described(names: Iterable[str], shapes: Iterable[Any]) -> list[dict[str, Any]]:
         shapes = (None if shape is None else list(shape) for shape in shapes)
         return [{"name": name, "shape": shape} for name, shape in zip(names, shapes, strict=True)]

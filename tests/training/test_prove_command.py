@@ -495,6 +495,6 @@ def test_all_that_is_kept_can_be_put_back(tmp_path: Path, monkeypatch: pytest.Mo
     keys += ["optimizer:optimizer", "lr:", "random:torch", "random:numpy", "random:python"]
     plan = {"put": keys, "values": str(tmp_path / "values")}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    tool.put_back(tool.kept()["values"])
+    tool.put_back(tool.stored()["values"])
     left = {name for name, entry in facts().items() if entry != before[name]}
     assert left == {"weights"}

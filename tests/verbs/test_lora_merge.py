@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported
-from ckptool.transforms.memory_names import UNKNOWN, _table, in_memory
+from ckptool.transforms.memory_names import UNKNOWN, _tables, in_memory
 from fixtures.surgery.make_lora import Net
 from tests.support.adapters import CONFIG, Tensors, halves, model_folder, peft, stored
 from tests.support.cli import Run
@@ -411,7 +411,7 @@ def test_parameters_of_one_shape_are_told_by_the_order_of_the_base(tmp_path: Pat
 def test_what_transformers_computes_in_a_way_not_known_here_is_refused(tmp_path: Path) -> None:
     """Every class of the table: names are told, or refused with the way out; no class fails otherwise."""
     one = ckptool.open(stored({"classifier.bias": torch.ones(3)}, tmp_path / "one.safetensors"))
-    rows = [(kind, name, row) for kind, each in _table()[0].items() for name, row in each.items()]
+    rows = [(kind, name, row) for kind, each in _tables()[0].items() for name, row in each.items()]
     for kind, name, row in rows:
         found = in_memory(one, {"model_type": kind, "architectures": [name]}, "f")
         assert bool(found.unknown) == (row == UNKNOWN), kind
@@ -449,7 +449,7 @@ def test_a_table_of_embeddings_is_taken_whole_whatever_its_name(name: str, tmp_p
 def test_what_a_class_ties_is_taken_under_each_of_its_names(tmp_path: Path) -> None:
     """Every class of the table, whose file has one name of each tensor; and classes that are not in it."""
     linear, number = {"block.0.q_proj.weight": torch.zeros(4, 3)}, 0
-    by_ties = {" ".join(each): (name, each) for name, each in _table()[3].items()}
+    by_ties = {" ".join(each): (name, each) for name, each in _tables()[3].items()}
     for number, (name, names) in enumerate(sorted(by_ties.values())):
         pairs = dict(zip(names[::2], names[1::2], strict=True))
         base = linear | {each: torch.zeros(5, 4) for each in pairs.values() if each not in pairs}

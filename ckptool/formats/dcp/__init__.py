@@ -174,7 +174,7 @@ def _nested(tables: Tables, values: dict[str, Any]) -> dict[Any, Any]:
             raise tables.damaged(f"has no path for {name}")
         if len(path) > MAX_DEPTH:
             raise LimitExceeded(f"{tables.folder}: {name[:80]} is nested {len(path):,} deep", "No checkpoint is.")
-        if not all(type(part) in (str, int) for part in path):
+        if not all(type(key) in (str, int) for key in path):
             raise tables.damaged(f"has a path for {name} that is not of names and numbers")
         node = root
         for key in path[:-1]:
@@ -189,13 +189,13 @@ def _nested(tables: Tables, values: dict[str, Any]) -> dict[Any, Any]:
             raise tables.damaged(f"has one path for two values, {name} and another")
         node[path[-1]] = value
     for parent, key in reversed(holders):
-        parts = parent[key]
-        numbers = sum(type(part) is int for part in parts)
-        if 0 < numbers < len(parts):
+        children = parent[key]
+        numbers = sum(type(key) is int for key in children)
+        if 0 < numbers < len(children):
             raise tables.damaged(f"has a path for {key} that goes through another value: names and numbers are in it")
         if numbers:  # the elements in order; torch records no empty dictionaries, and reads None in their places
-            last = max(parts)
-            if min(parts) < 0 or last > 4 * len(parts) + 1_000:
-                raise tables.damaged(f"has a list with an element {last:,} and only {len(parts):,} in all")
-            parent[key] = [parts.get(i) for i in range(last + 1)]
+            last = max(children)
+            if min(children) < 0 or last > 4 * len(children) + 1_000:
+                raise tables.damaged(f"has a list with an element {last:,} and only {len(children):,} in all")
+            parent[key] = [children.get(i) for i in range(last + 1)]
     return root

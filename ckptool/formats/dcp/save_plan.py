@@ -141,14 +141,14 @@ class _Zip:
     ) -> None:
         storage = Storage(Computed(nbytes, lambda offset, length: b""), location)
         entry = TensorEntry(storage, dtype, shape, stride)
-        (segments,) = torch_zip.write(Checkpoint(entry, torch_zip.NAME)).files.values()
-        parts = list(segments)
-        at = next((number for number, part in enumerate(parts) if isinstance(part, Checksummed)), 0)
-        payload = parts[at] if nbytes else None
-        self.head = _bytes_of(parts[:at])
+        (layout,) = torch_zip.write(Checkpoint(entry, torch_zip.NAME)).files.values()
+        segments = list(layout)
+        at = next((number for number, segment in enumerate(segments) if isinstance(segment, Checksummed)), 0)
+        payload = segments[at] if nbytes else None
+        self.head = _bytes_of(segments[:at])
         self._crc = payload.crc if isinstance(payload, Checksummed) else Crc()
-        self._after = parts[at + (payload is not None) :]
-        self.tail_length = sum(part.length for part in self._after)
+        self._after = segments[at + (payload is not None) :]
+        self.tail_length = sum(segment.length for segment in self._after)
         self.size = len(self.head) + nbytes + self.tail_length
 
     def tail(self, crc: Crc) -> bytes:
@@ -156,9 +156,9 @@ class _Zip:
         return _bytes_of(self._after)
 
 
-def _bytes_of(parts: list[Segment]) -> bytes:
+def _bytes_of(segments: list[Segment]) -> bytes:
     """The bytes of segments that are all in memory."""
-    return b"".join(part.make() if isinstance(part, Deferred) else cast(InlineBytes, part).content for part in parts)
+    return b"".join(s.make() if isinstance(s, Deferred) else cast(InlineBytes, s).content for s in segments)
 
 
 _zip_of = lru_cache(1024)(_Zip)
@@ -282,7 +282,7 @@ class _Saving:
         plan = torch_zip.write(Checkpoint(value, torch_zip.NAME), keep_unknown=True)  # `write` refuses unknown calls
         (layout,) = plan.files.values()
         segments = list(layout)
-        if all(isinstance(part, (InlineBytes, Deferred)) for part in segments):
+        if all(isinstance(segment, (InlineBytes, Deferred)) for segment in segments):
             segments = [InlineBytes(_bytes_of(segments))]
         self.checks += plan.checks
         self.files[0].place(item := Place(None, 0, plan.nbytes))

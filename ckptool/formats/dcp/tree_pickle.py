@@ -74,9 +74,9 @@ class FlatNames:
             for key, value in items:
                 inner_path: tuple[str | int, ...] = (*path, key if isinstance(items, enumerate) else str(key))
                 inner_place = (*place, key)
-                parts = visit(value, lambda node: node if type(node) is list else ()) if type(value) is list else ()
+                nodes = visit(value, lambda node: node if type(node) is list else ()) if type(value) is list else ()
                 is_holder = isinstance(value, dict)
-                if not is_holder and not any(isinstance(part, (dict, TensorEntry, Composite)) for part in parts):
+                if not is_holder and not any(isinstance(node, (dict, TensorEntry, Composite)) for node in nodes):
                     self.add(inner_path, inner_place, value)
                     continue
                 if id(value) in holders or len(stack) > MAX_DEPTH:
@@ -167,10 +167,10 @@ class Home:
     stop: int
     axes: list[int] | None = None
 
-    def holds(self, part: TensorEntry | StorageRef) -> bool:
+    def holds(self, view: TensorEntry | StorageRef) -> bool:
         """True if all bytes that a view touches are there."""
-        start, stop = part.span() if isinstance(part, TensorEntry) else (0, part.storage.nbytes)
-        size = part.dtype.itemsize if part.dtype is not None else 1
+        start, stop = view.span() if isinstance(view, TensorEntry) else (0, view.storage.nbytes)
+        size = view.dtype.itemsize if view.dtype is not None else 1
         return self.start <= start and stop <= self.stop and self.start % size == 0
 
 
@@ -184,14 +184,14 @@ def lost_in_table(flat: FlatNames) -> dict[str, str]:
     views: dict[int, Any] = {}  # id of a storage -> the view, or the name of the object, that it is in
     for name, value in flat.values.items():
         is_tensor = isinstance(value, TensorEntry)
-        for part in [value] if is_tensor else visit(value):
-            if not isinstance(part, _HAVE_IDENTITY) or part == ():
+        for node in [value] if is_tensor else visit(value):
+            if not isinstance(node, _HAVE_IDENTITY) or node == ():
                 continue
-            if owners.setdefault(id(part), name) != name:
+            if owners.setdefault(id(node), name) != name:
                 lost.setdefault(SHARED, name)
-            if isinstance(part, (TensorEntry, StorageRef)):
-                view = part.view if is_tensor and isinstance(part, TensorEntry) else name
-                if views.setdefault(id(part.storage), view) != view:
+            if isinstance(node, (TensorEntry, StorageRef)):
+                view = node.view if is_tensor and isinstance(node, TensorEntry) else name
+                if views.setdefault(id(node.storage), view) != view:
                     lost.setdefault(VIEWS, name)
         if isinstance(value, TensorEntry) and (value.flags.conj or value.flags.neg):
             lost.setdefault(LAZY, name)
@@ -203,14 +203,14 @@ def pickled(checkpoint: Checkpoint, homes: dict[int, Home]) -> tuple[bytes, list
 
     homes: of storages, by their id. Raises `LimitExceeded` for a pickle that would not be read.
     """
-    views = [part for part in visit(checkpoint.tree) if isinstance(part, (TensorEntry, StorageRef))]
-    away = {id(part.storage) for part in views if id(part.storage) in homes and not homes[id(part.storage)].holds(part)}
+    views = [view for view in visit(checkpoint.tree) if isinstance(view, (TensorEntry, StorageRef))]
+    away = {id(view.storage) for view in views if id(view.storage) in homes and not homes[id(view.storage)].holds(view)}
     raw: list[Storage] = []
     placed: dict[int, tuple[Storage, int]] = {}  # id of a storage -> that of its home, and where this begins in it
     keys: dict[int, str] = {}
 
-    def at_home(part: Any) -> Any:
-        storage = part.storage
+    def at_home(view: Any) -> Any:
+        storage = view.storage
         if id(storage) not in placed:
             home = homes.get(id(storage)) if id(storage) not in away else None
             if home is None:
@@ -219,9 +219,9 @@ def pickled(checkpoint: Checkpoint, homes: dict[int, Home]) -> tuple[bytes, list
             target = Storage(Computed(home.stop - home.start, storage.data.read), storage.location)
             placed[id(storage)], keys[id(target)] = (target, home.start), key_of(home.name, home.axes)
         target, begin = placed[id(storage)]
-        if isinstance(part, StorageRef):
-            return replace(part, storage=target)
-        return replace(part, storage=target, offset=part.offset - begin // part.dtype.itemsize)
+        if isinstance(view, StorageRef):
+            return replace(view, storage=target)
+        return replace(view, storage=target, offset=view.offset - begin // view.dtype.itemsize)
 
     mark = checkpoint.metadata.get(marks.RECOVERED)
     tree = trees.rebuild(checkpoint.tree, at_home)

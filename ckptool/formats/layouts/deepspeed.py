@@ -323,9 +323,9 @@ def _checkpoint(
         rank_facts |= {what: [[*g.items()] for g in first.shapes_in(saved, file, key)] for what, key in lists.items()}
         facts = facts or rank_facts
         refuse_other(tag.folder, (first.file, facts), (file, rank_facts))
-        module, parts = fields(saved.get("module")), fields(saved.get("frozen_param_fragments"))
+        module, rank_fragments = fields(saved.get("module")), fields(saved.get("frozen_param_fragments"))
         rank_buffers = {name: module.get(name) for name in items(saved.get("buffer_names")) if type(name) is str}
-        for by_name, entries in ((fragments, parts), (buffers, rank_buffers)):
+        for by_name, entries in ((fragments, rank_fragments), (buffers, rank_buffers)):
             for name, entry in entries.items():
                 if isinstance(entry, TensorEntry):
                     by_name.setdefault(name, []).append(Piece(entry, (0,) * len(entry.shape), f"rank {rank:,}"))

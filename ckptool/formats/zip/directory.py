@@ -614,16 +614,16 @@ def inflated(record: Record, raw: FileRange) -> Computed:
         at, rest, chunks = threads.__dict__.pop("place", (0, memoryview(b""), None))
         if chunks is None or offset < at:
             at, rest, chunks = 0, memoryview(b""), _chunks(record, raw)
-        parts, end = [], min(offset + length, record.size)
+        blocks, end = [], min(offset + length, record.size)
         while at < end:
             rest = rest or memoryview(next(chunks))
             taken = min(len(rest), end - at)
-            parts.append(rest[max(0, offset - at) : taken])
+            blocks.append(rest[max(0, offset - at) : taken])
             at, rest = at + taken, rest[taken:]
         if at == record.size:
             next(chunks, None)  # sees to it that nothing follows
         threads.place = at, rest, chunks
-        return b"".join(parts)
+        return b"".join(blocks)
 
     return Computed(record.size, read)
 

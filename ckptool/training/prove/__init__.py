@@ -1,9 +1,9 @@
 """`prove -- COMMAND`: a program that is killed anywhere and started again ends with the same checkpoints.
 
-Nothing of the program is changed. It runs twice unbroken, in a fresh folder of the same name; then it is killed, now at
-any moment, now at a file-system event (`Watch`), and started again, until it ends by itself. `tracer` tells its steps.
-Where the end differs, the last restart is done once more with what differed first put back: if that gives the end of
-the unbroken run, it is the cause.
+Nothing in the program is changed. It runs twice unbroken, in a fresh folder of the same name; then it is killed, now at
+any moment, now at a file-system event (`Watch`), and started again, until it ends by itself. `tracer` records its
+steps. If the end differs, the first restart that began another way is repeated with what differed first put back: if
+that leads to the end of the unbroken run, it is the cause.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ HERE = Path(__file__).parent
 RUN = "{run}"
 HALF = "half of a write"
 KINDS = ("open", "write", HALF, "rename", "unlink", "fsync", "truncate", "mkdir")  # as in shim.c
-# Kinds of events in the order in which kills come at them.
+# Kinds of events, in the order of the kills at them.
 PLAN = (HALF, ANY, "rename", ANY, "unlink", "open", ANY, "fsync", "write", ANY, "truncate", "mkdir")
-PAUSE = 0.002  # seconds between two looks
+PAUSE = 0.002  # seconds between two polls
 SOON = 5.0  # seconds within which an event must come, or the kill comes without it
-TAIL = 1500  # characters of the program's own words
-TRIES = 3  # of putting something back
+TAIL = 1500  # characters of the program's output that are shown
+TRIES = 3  # causes to put back
 _NUMBERS = [("total", "i8"), ("from", "i8"), *((name, "i4") for name in ("kind", "dead", "group", "noted", "size"))]
 _PAGE = numpy.dtype([*_NUMBERS, ("folder", "S4096"), ("outside", "S8192"), ("log", "u1", 1 << 20)])  # as in shim.c
 
@@ -77,11 +77,11 @@ def prove_command(command: Sequence[str], *, kills: int, seed: int, timeout: flo
 
 
 class CommandRuns:
-    """Runs of a command in a folder, and what they prove. rng: where kills come.  limit: seconds for one process.
+    """Runs of a command in a folder, and what they prove. rng: of the moments of kills.  limit: seconds for a process.
 
     saves: the places in the reference at which it had just written a checkpoint.  chance: what differs in two unbroken
-    runs.  suspect: of the first restart that began another way, a copy of the folder as it was, and the file of values
-    that an earlier process had at its place.
+    runs.  suspect: of the first restart that began another way, a copy of the folder before it, and the file of values
+    that an earlier process stored at its place.
     """
 
     def __init__(self, command: Sequence[str], folder: str, rng: random.Random, limit: float, say: Say) -> None:
@@ -100,20 +100,20 @@ class CommandRuns:
 
     @property
     def length(self) -> int:
-        """The optimizer steps of the reference; 0 where none is seen."""
+        """The number of optimizer steps of the reference; 0 if none is seen."""
         return len(self.reference.steps)
 
     def prove(self, kills: int) -> None:
-        """The unbroken runs, and what of them is not judged; then the killed ones."""
+        """The unbroken runs, with remarks on what is not compared; then the killed ones."""
         proof, remarks, first = self.proof, self.proof.remarks, self.unbroken("reference")
         alone = self.reference = Reference(first.steps, first.steps)
         proof.seconds, proof.events = first.seconds, dict(self.watch.counts())
-        if not proof.events:  # a program that is linked statically
+        if not proof.events:  # the program is linked statically
             self.watch.library = ""
         proof.watched, proof.steps, proof.compared = self.watch.name, self.length, tuple(self.checkpoints("reference"))
         if not proof.compared:
-            said = TextLines("There is nothing to compare.", *self.tail().split("\n"))
-            raise RunFailed("the command left no checkpoint in {run}", said)
+            words = TextLines("There is nothing to compare.", *self.tail().split("\n"))
+            raise RunFailed("the command left no checkpoint in {run}", words)
         self.saves = [place for place, step in enumerate(self.reference.steps) if place and step.saved]
         if others := scan(os.path.join(self.folder, "reference")).other_files:
             remarks.append(f"{counted(others, 'other file')} in the folder: not compared")
@@ -125,29 +125,29 @@ class CommandRuns:
                 if not path.startswith(self.folder) and os.path.isfile(path) and scan(path).files[0].is_good:
                     remarks.append(f"it also writes {printable(path)}: shared by all runs, and not compared")
 
-        again = self.unbroken("again")
-        self.reference, found = Reference(first.steps, again.steps), self.differences("reference", "again")
-        if any(found.values()):
-            proof.unstable.append(f"at the end: {next(iter(found))}")
-            same = again.steps and alone.place_of(again.steps[0]) == 0
-            if same and (apart := alone.divergence(again)):  # for which what differs here is no chance
-                proof.unstable += [f"from step {apart.step} on", *sentences(apart.causes[:1])]
-            elif again.steps and not same:
+        second = self.unbroken("again")
+        self.reference, differing = Reference(first.steps, second.steps), self.differences("reference", "again")
+        if any(differing.values()):
+            proof.unstable.append(f"at the end: {next(iter(differing))}")
+            is_same = second.steps and alone.place_of(second.steps[0]) == 0
+            if is_same and (divergence := alone.divergence(second)):  # `alone` takes no difference for chance
+                proof.unstable += [f"from step {divergence.step} on", *sentences(divergence.causes[:1])]
+            elif second.steps and not is_same:
                 proof.unstable.append("the weights differ before the first step: the model is built without a seed")
             return
-        self.chance = {*found}  # values beside the tensors, which are left out of what follows
-        remarks += [f"{place} differs in two unbroken runs: not compared" for place in [*found][:3]]
+        self.chance = {*differing}  # values beside the tensors, which are not compared from here on
+        remarks += [f"{place} differs in two unbroken runs: not compared" for place in [*differing][:3]]
 
-        left = kills + 1  # starts; the last of a run is not killed
-        while left > 1 and not (proof.findings or proof.differs):
+        starts_left = kills + 1  # the last start of a run is not killed
+        while starts_left > 1 and not (proof.findings or proof.differs):
             before = proof.starts
-            self.broken(min(kills - len(proof.kills), left - 1))
-            left -= proof.starts - before
+            self.broken(min(kills - len(proof.kills), starts_left - 1))
+            starts_left -= proof.starts - before
 
     # Unbroken runs --------------------------------------------------------------------------------------------------
 
     def unbroken(self, name: str) -> Life:
-        """A run to its end, which is put away under a name."""
+        """An unbroken run; its folder is renamed afterwards."""
         took = f" (the first took {self.proof.seconds:.1f} s)" if self.proof.seconds else ""
         self.say(f"unbroken run: {name}{took}")
         os.mkdir(self.run)
@@ -163,13 +163,13 @@ class CommandRuns:
     # Killed runs ----------------------------------------------------------------------------------------------------
 
     def broken(self, kills: int) -> None:
-        """A run that is killed and started again until it ends by itself; then it is compared."""
+        """A run that is killed and started again until it ends by itself, and then compared."""
         os.mkdir(self.run)
         lives: list[Life] = []
         for target, place in [*self.plan(kills), (None, "")]:
-            if target is not None and self.apart(lives, ended=False):
-                continue  # to the end, to see what comes of it
-            whole = [name for name, row in self.checkpoints().items() if row.state in (GOOD, MEMBER, PART)]
+            if target is not None and self.divergence(lives, ended=False):
+                continue  # without more kills, to see how it ends
+            intact = [name for name, row in self.checkpoints().items() if row.state in (GOOD, MEMBER, PART)]
             if target is not None and self.length and lives:
                 target = max(target, lives[-1].reached + 1)
             step = f", after step {target:,.0f} of {self.length:,}" if target is not None and self.length else ""
@@ -182,15 +182,15 @@ class CommandRuns:
             if self.suspect or start is None or not self.reference.differing(start, life.steps[0]):
                 shutil.rmtree(copy, ignore_errors=True)
             else:
-                kept = (os.path.join(one.traces, f"values-{start - (one.start or 0)}") for one in lives)
-                self.suspect = copy, next(filter(os.path.exists, kept), "")
+                paths = (os.path.join(earlier.traces, f"values-{start - (earlier.start or 0)}") for earlier in lives)
+                self.suspect = copy, next(filter(os.path.exists, paths), "")
             lives.append(life)
-            self.judge_start(lives, whole)
+            self.judge_start(lives, intact)
             if life.code is not None or life.late:
                 break
             kill = Kill(life.reached if self.length else None, life.place, None)
             self.proof.kills.append(kill)
-            # Files that it left torn under the names that checkpoints have in the end.
+            # Torn files under the names that checkpoints have at the end.
             findings, names = self.proof.findings, {_pattern(name) for name in self.proof.compared}
             for name, row in self.checkpoints().items():
                 torn = row.state not in (GOOD, MEMBER, PART) and _pattern(name) in names
@@ -201,27 +201,27 @@ class CommandRuns:
         self.judge_end(lives)
 
     def plan(self, kills: int) -> list[tuple[float | None, str]]:
-        """Where kills come, in order, and at what: after so many steps; where none are seen, events, else seconds."""
+        """The kills, in order: after how many steps (if none are seen, events, else seconds), and at which event."""
         places = [place for place in PLAN if place == ANY or place in self.proof.events]
         if self.length:
             first = min([*self.saves, self.length - 1, self.length])
-            at: list[float] = sorted(self.rng.randrange(first, max(first + 1, self.length)) for _ in range(kills))
-            at[0] = min(at[0], (first + self.length) // 2)  # early enough for what it breaks to show
+            moments: list[float] = sorted(self.rng.randrange(first, max(first + 1, self.length)) for _ in range(kills))
+            moments[0] = min(moments[0], (first + self.length) // 2)  # early enough for its effects to show
         else:
             parts = sorted(self.rng.uniform(0.2, 0.9) for _ in range(kills))
-            whole = sum(self.proof.events.values()) or self.proof.seconds
-            at = [(here - before) * whole for before, here in zip([0.0, *parts], parts, strict=False)]
-        return [(when, places[(len(self.proof.kills) + number) % len(places)]) for number, when in enumerate(at)]
+            total = sum(self.proof.events.values()) or self.proof.seconds
+            moments = [(end - before) * total for before, end in zip([0.0, *parts], parts, strict=False)]
+        return [(when, places[(len(self.proof.kills) + number) % len(places)]) for number, when in enumerate(moments)]
 
-    def judge_start(self, lives: list[Life], whole: list[str]) -> None:
-        """Notes what a start after a kill resumed from, and how it ended unless it was killed."""
+    def judge_start(self, lives: list[Life], intact: list[str]) -> None:
+        """Notes from where a start after a kill resumed, and how the process ended, unless it was killed."""
         findings, kills, life, after = self.proof.findings, self.proof.kills, lives[-1], ""
         if len(lives) > 1:
             kills[-1] = replace(kills[-1], resumed=life.start)
             after = f"{_killed(kills[-1])}, "
-            before = max((each.start or 0 for each in lives[:-1]), default=0)
-            if life.start == 0 and whole and self.saves:
-                findings.append(f"{after}it began again at step 0, although {printable(whole[-1])} was whole")
+            before = max((earlier.start or 0 for earlier in lives[:-1]), default=0)
+            if life.start == 0 and intact and self.saves:
+                findings.append(f"{after}it began again at step 0, although {printable(intact[-1])} was whole")
             elif life.start is not None and life.start < before:
                 findings.append(f"{after}it went back to step {life.start}, from before step {before}")
         if life.late:
@@ -233,54 +233,54 @@ class CommandRuns:
     def judge_end(self, lives: list[Life]) -> None:
         """Compares the end with that of the unbroken run, and finds the cause of a difference."""
         proof, ended, words, causes = self.proof, lives[-1].code == 0, [], list[Cause]()
-        found = self.differences("reference", "run") if ended else {}
-        if ended and found and len(lives) > 1 and self.length and not lives[-1].steps:
+        differing = self.differences("reference", "run") if ended else {}
+        if ended and differing and len(lives) > 1 and self.length and not lives[-1].steps:
             proof.findings.append("started again after a kill, it ended with exit code 0 without training on")
-        if ended and not found and (causes := self.reference.unsaved_averages(lives[-1])):
+        if ended and not differing and (causes := self.reference.unsaved_averages(lives[-1])):
             proof.findings += [f"{text}, and no checkpoint has them" for text in sentences(causes)]
-        elif (found or not ended) and (apart := self.apart(lives, ended)) is not None:
-            words, causes = [f"the first step that differs is {apart.step}"], apart.causes
-        if found:
-            words.append(f"the first tensor at the end is {min(found, key=lambda place: not found[place])}")
+        elif (differing or not ended) and (divergence := self.divergence(lives, ended)) is not None:
+            words, causes = [f"the first step that differs is {divergence.step}"], divergence.causes
+        if differing:
+            words.append(f"the first tensor at the end is {min(differing, key=lambda place: not differing[place])}")
         proof.differs, proof.causes = "; ".join(words), sentences(causes)
         os.rename(self.run, os.path.join(self.folder, f"killed-{len(proof.kills)}"))
         if ended and self.suspect and self.suspect[1]:
-            self.confirm([each for each in causes if each.keys], *self.suspect)
+            self.confirm([cause for cause in causes if cause.keys], *self.suspect)
 
-    def apart(self, lives: list[Life], ended: bool) -> Divergence | None:
-        """The first start that went another way than the reference, and why."""
+    def divergence(self, lives: list[Life], ended: bool) -> Divergence | None:
+        """The first start that diverged from the reference, and why."""
         lives = [life for life in lives if life.steps]
         for number, life in enumerate(lives):
             if life.start is None:
-                step = next((each.start or 0 for each in reversed(lives[:number])), 0) + 1
+                step = next((earlier.start or 0 for earlier in reversed(lives[:number])), 0) + 1
                 return Divergence(step, [Cause([NOT_RESTORED], [])])
-            if found := self.reference.divergence(life):
-                return found
+            if divergence := self.reference.divergence(life):
+                return divergence
         return self.reference.divergence(lives[-1], ended=True) if lives and ended else None
 
     def confirm(self, causes: list[Cause], folder: str, values: str) -> None:
-        """Restarts it once more with the first cause put back, then with the next, too; with which the end is right."""
+        """Repeats the restart with the first cause put back, then with the next, too, until the end is right."""
         for count in range(1, min(len(causes), TRIES) + 1):
-            tried = causes[:count]
-            self.say(f"put back: {tried[-1].sentences[0]}")
+            candidates = causes[:count]
+            self.say(f"put back: {candidates[-1].sentences[0]}")
             shutil.copytree(folder, self.run, symlinks=True)
-            life = self.live(put=[":".join(key) for each in tried for key in each.keys], values=values)
+            life = self.live(put=[":".join(key) for cause in candidates for key in cause.keys], values=values)
             wrong = life.code or self.differences("reference", "run") or self.reference.unsaved_averages(life)
             shutil.rmtree(self.run)
             if not wrong:
-                self.proof.causes = self.proof.confirmed = sentences(tried)
+                self.proof.causes = self.proof.confirmed = sentences(candidates)
                 break
 
     # A process ------------------------------------------------------------------------------------------------------
 
-    def live(self, target: float | None = None, place: str = "", **plan: Any) -> Life:
-        """Starts the command, and ends it after a step, or at the next event of a kind there. plan: for the tracer."""
+    def live(self, target: float | None = None, place: str = "", **changes: Any) -> Life:
+        """Starts the command, and kills it after a step, or at the next event of a kind there. changes: to the plan."""
         self.proof.starts += 1
         life = Life(os.path.join(self.folder, f"trace-{self.proof.starts}"))
         os.mkdir(life.traces)
-        told = {"run": self.run, "hold": None if target is None else 1, "keep": [], "put": [], "values": "", **plan}
-        told["walked"] = [step.weights for step in self.reference.steps if not step.age] or None
-        _write_plan(life, told)
+        plan = {"run": self.run, "hold": None if target is None else 1, "keep": [], "put": [], "values": "", **changes}
+        plan["walked"] = [step.weights for step in self.reference.steps if not step.age] or None
+        _write_plan(life, plan)
         env = {**os.environ, "CKPTOOL_PROVE_TRACE": life.traces}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (self.tools, env.get("PYTHONPATH"))))
         self.watch.begin(env)
@@ -289,7 +289,7 @@ class CommandRuns:
         steps = self.reference.steps
         pace = (steps[-1].time - steps[0].time) / len(steps) if steps else 0.0  # seconds between two steps
         delay = self.rng.uniform(0, pace) if place == ANY else SOON
-        begun, armed, killed = time.monotonic(), 0.0, False
+        start, armed, killed = time.monotonic(), 0.0, False
         words = [word.replace(RUN, self.run) for word in self.command]
         with open(os.path.join(self.folder, "output"), "wb") as log:
             process = subprocess.Popen(
@@ -302,22 +302,22 @@ class CommandRuns:
                 if self.length:
                     is_there = target is not None and bool(life.steps) and life.reached >= target
                 else:
-                    came = self.watch.total() if self.watch.name == PRELOAD else now - begun
-                    is_there = target is not None and came >= target
+                    progress = self.watch.total() if self.watch.name == PRELOAD else now - start
+                    is_there = target is not None and progress >= target
                 if is_there and not armed:
                     armed = now
                     if place != ANY and self.length:
                         self.watch.arm(place)
-                    if place != ANY or pace > 5 * PAUSE:  # else it could come to its end before the kill
-                        _write_plan(life, {**told, "hold": None})
-                elif target is not None and not armed and len(life.steps) == told["hold"] == 1:
-                    # It waits in its first step, which tells its place.
+                    if place != ANY or pace > 5 * PAUSE:  # else it could end before the kill
+                        _write_plan(life, {**plan, "hold": None})
+                elif target is not None and not armed and len(life.steps) == plan["hold"] == 1:
+                    # It waits in its first step, by which its place in the reference is known.
                     last = int(target) - (life.start or 0)
                     saves = [save - (life.start or 0) for save in self.saves]
-                    told |= {"hold": max(2, last), "keep": [*(save for save in saves if save <= last)][-2:]}
-                    _write_plan(life, told)
+                    plan |= {"hold": max(2, last), "keep": [*(save for save in saves if save <= last)][-2:]}
+                    _write_plan(life, plan)
                 life.place = place if self.watch.due() else ANY
-                life.late = now - begun > self.limit
+                life.late = now - start > self.limit
                 if killed := life.place != ANY or life.late or (armed > 0 and now - armed >= delay):
                     break
                 time.sleep(PAUSE)
@@ -326,7 +326,7 @@ class CommandRuns:
         finally:
             _end(process, life.traces)
             life.read(self.reference)
-        life.seconds, life.code = time.monotonic() - begun, None if killed else process.returncode
+        life.seconds, life.code = time.monotonic() - start, None if killed else process.returncode
         return life
 
     def tail(self) -> TextLines:
@@ -342,21 +342,21 @@ class CommandRuns:
         return {os.path.relpath(row.path, folder): row for row in scan(folder).files}
 
     def differences(self, one: str, other: str) -> dict[str, bool]:
-        """What of the checkpoints of one run is missing or another in the second, not by chance; True for a tensor."""
-        there, found = self.checkpoints(other), dict[str, bool]()
+        """What in the checkpoints of one run is missing or different in another, not by chance; True for a tensor."""
+        others, differing = self.checkpoints(other), dict[str, bool]()
         for name in self.checkpoints(one):
-            if name not in there:
-                found[f"{name}, which is missing"] = True
+            if name not in others:
+                differing[f"{name}, which is missing"] = True
                 continue
             try:
                 pair = (os.path.join(self.folder, run, name) for run in (one, other))
                 report = diff_files(*pair, ignore=("order",), statistics=False)
             except CkptoolError as error:
-                found[f"{name}, which cannot be compared: {error.what}"] = True
+                differing[f"{name}, which cannot be compared: {error.what}"] = True
                 continue
-            pairs = [(each.path, each.left) for each in report.changed] + [*report.only_left, *report.only_right]
-            found |= {f"{address(path)} in {name}": isinstance(node, TensorEntry) for path, node in pairs}
-        return {place: is_tensor for place, is_tensor in found.items() if place not in self.chance}
+            pairs = [(change.path, change.left) for change in report.changed] + [*report.only_left, *report.only_right]
+            differing |= {f"{address(path)} in {name}": isinstance(node, TensorEntry) for path, node in pairs}
+        return {place: is_tensor for place, is_tensor in differing.items() if place not in self.chance}
 
 
 def _pattern(name: str) -> str:
@@ -371,7 +371,7 @@ def _killed(kill: Kill) -> str:
 
 
 def _write_plan(life: Life, plan: dict[str, Any]) -> None:
-    """What `tracer` reads, in one piece."""
+    """Replaces the plan that `tracer` reads, atomically."""
     path = os.path.join(life.traces, "plan.json")
     Path(f"{path}.tmp").write_text(json.dumps(plan), encoding="utf-8")
     os.replace(f"{path}.tmp", path)
@@ -392,46 +392,46 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 class Watch:
-    """What a program does to its folder, as `shim.c` counts it, which ends it before an event or half through a write.
+    """A program's events in its folder, counted by `shim.c`, which kills it before an event or half through a write.
 
-    library: the compiled shim; "" where there is none, and no event is seen.
+    library: the compiled shim; "" if there is none, and no event is seen.
     """
 
     def __init__(self, run: str, tools: str) -> None:
         self.run, self.path, self.library = run, os.path.join(tools, "events"), compiled(tools)
         self.page: Any = numpy.memmap(self.path, _PAGE, "w+", shape=())
-        self.least = 0  # log2 of the bytes of a write that counts: one of a checkpoint, not of a log
+        self.min_size = 0  # log2 of the bytes of a write that counts: one of a checkpoint, not of a log
 
     @property
     def name(self) -> str:
         return PRELOAD if self.library else TIME
 
     def begin(self, env: dict[str, str]) -> None:
-        """Before a process starts: what it needs goes into `env`."""
+        """Prepares `env` for a process that is started next."""
         if self.library:
             self.page[...] = numpy.zeros((), _PAGE)
-            self.page["from"], self.page["size"] = -1, self.least
+            self.page["from"], self.page["size"] = -1, self.min_size
             self.page["folder"] = os.fsencode(os.path.realpath(self.run))
             env["LD_PRELOAD"] = ":".join(filter(None, (self.library, env.get("LD_PRELOAD"))))
             env["CKPTOOL_PROVE_EVENTS"] = self.path
 
     def arm(self, kind: str, after: int = 0) -> None:
-        """Asks for an end at the next event of a kind (at any of another), once so many events have come."""
+        """Asks for a kill at the next event of a kind (of any, if it is not in `KINDS`), after so many events."""
         self.page["kind"] = KINDS.index(kind) if kind in KINDS else -1
         self.page["from"] = after
 
     def due(self) -> bool:
-        """True where that has come."""
+        """True once the kill that was asked for has come."""
         return bool(self.page["dead"])
 
     def total(self) -> int:
-        """How many events the process had so far."""
+        """The number of events of the process so far."""
         return int(self.page["total"])
 
     def counts(self) -> Counter[str]:
-        """Kind -> how many events of it the process had."""
+        """Kind -> the number of the process's events of it."""
         entries = self.page["log"][: self.total()].tolist()
-        self.least = max((entry >> 3 for entry in entries), default=2) - 2
+        self.min_size = max((entry >> 3 for entry in entries), default=2) - 2
         return Counter(KINDS[entry & 7] for entry in entries)
 
     def outside(self) -> list[str]:
@@ -440,7 +440,7 @@ class Watch:
 
 
 def compiled(tools: str) -> str:
-    """The shim, compiled into a folder; "" where there is no compiler."""
+    """The path of the shim, compiled into a folder; "" if there is no compiler."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None or sys.platform != "linux":
         return ""

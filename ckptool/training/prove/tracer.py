@@ -1,16 +1,16 @@
-"""Writes a line for every optimizer step of any program: what `ckptool prove -- COMMAND` finds the cause by.
+"""Writes a line for every optimizer step of any program, by which `ckptool prove -- COMMAND` finds causes.
 
 `prove` puts this file, as `sitecustomize.py`, into a folder of PYTHONPATH, with `moving.py` beside it. Without its
 environment variable it does nothing; it imports nothing but the standard library until the program imports torch.
 
-The folder that the variable names holds a plan, too: where the process waits to be killed, at which steps it keeps what
-a restart there would need, and what it puts back of that, right before the first training step of a restart. That
-moment is the first call of a model with gradients after an optimizer step: the batch is there, and nothing used it yet.
-Generators are put back where a data loader begins, too, since that draws the order.
+The folder that the variable names also holds a plan: where the process waits to be killed, at which steps it stores the
+values that a restart there would need, and which of them it puts back right before the first training step of a
+restart. That moment is the first call of a model with gradients after an optimizer step: the batch is there, and not
+used yet. Generators are also put back where a data loader begins, since that draws the order.
 
-To look at all that the program's variables lead to takes longer than a quick step. So the first unbroken run does it as
-often as a share of its time allows, and where a checkpoint was written; all other runs do it where they have the same
-weights, so that what was seen can be compared.
+A look at all that the program's variables lead to takes longer than a quick step. So the first unbroken run looks as
+often as a share of its time allows, and where a checkpoint was written; all other runs look where they have the same
+weights, so that the entries can be compared.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ WEIGHTS, SCHEDULER = "weights", "scheduler"  # of modules that no optimizer trai
 
 
 class Tracer:
-    """Hooks into torch; what has happened since the last step. count: the steps so far.  depth: of calls of modules.
+    """Hooks into torch; records what happened since the last step. count: steps so far.  depth: of calls of modules.
 
-    age: steps since the variables were looked at.  walked: digests of the weights at which they are.  spent: seconds
-    that it took.  names: of optimizers, by their ids.
+    age: steps since the last look at the variables.  walked: digests of the weights at which to look.  spent: seconds
+    that looking took.  names: of optimizers, by their ids.
     """
 
     def __init__(self, folder: str) -> None:
@@ -50,7 +50,7 @@ class Tracer:
         self.walked: set[str] = set()
         self.spent = self.first = 0.0
         self.names: dict[int, str] = {}
-        self.seen: tuple[Any, dict[str, Any]] = (None, {})  # when the plan was written, and the plan
+        self.plan_read: tuple[Any, dict[str, Any]] = (None, {})  # when the plan was written, and the plan
         self.begun: dict[str, Any] = {}  # the generators where the last loader began
         self.file: Any = None
         self.moving: Any = None
@@ -65,13 +65,13 @@ class Tracer:
         walked, the weights at which the first run looked at the variables, None for that one."""
         path = os.path.join(self.folder, "plan.json")
         status = os.stat(path)
-        if self.seen[0] != (stamp := (status.st_mtime_ns, status.st_ino)):
+        if self.plan_read[0] != (stamp := (status.st_mtime_ns, status.st_ino)):
             with open(path, encoding="utf-8") as file:
-                self.seen = stamp, json.load(file)
-        return self.seen[1]
+                self.plan_read = stamp, json.load(file)
+        return self.plan_read[1]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Lets the import system find torch, and hooks into it once it was run."""
+        """Lets the import system find torch, and hooks into it after it was executed."""
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -91,7 +91,7 @@ class Tracer:
         return spec
 
     def hook(self) -> None:
-        """Is called from now on at steps of optimizers, at calls of modules, and where a loader begins."""
+        """Registers calls at steps of optimizers, at calls of modules, and where a loader begins."""
         self.moving, self.rng = beside("moving"), beside("rng")
         names = ("torch.optim.optimizer", "torch.nn.modules.module", "torch.utils.data.dataloader")
         optimizers, modules, loaders = map(importlib.import_module, names)
@@ -101,11 +101,11 @@ class Tracer:
         begin = loaders.DataLoader.__iter__
 
         def traced(loader: Any) -> Any:
-            """A loader begins; where it is trained on, its generators are kept, or put back."""
+            """A loader begins; if it is trained on, its generators are stored, or put back."""
             with suppress(Exception):
                 if sys.modules["torch"].is_grad_enabled():
                     if not self.count and self.plan["put"]:
-                        self.put_back({"random": self.kept()["begun"]})
+                        self.put_back({"random": self.stored()["begun"]})
                     if self.plan["hold"]:  # it is to be killed
                         self.begun = self.generators(self.walk()[1])
             return begin(loader)
@@ -114,8 +114,8 @@ class Tracer:
 
     # What happens -------------------------------------------------------------------------------------------------
 
-    def before_call(self, module: Any, given: Any) -> None:
-        """Before a model is called: notes what it is given; the first time after a step keeps or puts back values."""
+    def before_call(self, module: Any, args: Any) -> None:
+        """Before a model is called: notes its inputs; the first time after a step stores or puts back values."""
         torch = sys.modules["torch"]
         if torch.compiler.is_compiling():
             return
@@ -123,54 +123,54 @@ class Tracer:
         if self.depth > 1 or not torch.is_grad_enabled() or len(self.inputs) == MOST:
             return
         with suppress(Exception):
-            tensors = [one for one in given if type(one) is torch.Tensor]
+            tensors = [tensor for tensor in args if type(tensor) is torch.Tensor]
             if not self.inputs:
                 if self.count in self.plan["keep"]:
                     path = os.path.join(self.folder, f"values-{self.count}")
                     torch.save({"values": self.values(), "begun": self.begun, "given": tensors}, f"{path}.tmp")
                     os.rename(f"{path}.tmp", path)
                 if not self.count and self.plan["put"]:
-                    kept = self.kept()
-                    self.put_back(kept["values"])
-                    for one, other in zip(tensors, kept["given"] if "batch:" in self.plan["put"] else (), strict=False):
-                        one.data = other
+                    stored = self.stored()
+                    self.put_back(stored["values"])
+                    for old, new in zip(tensors, stored["given"] if "batch:" in self.plan["put"] else (), strict=False):
+                        old.data = new
             self.inputs.append(self.digests(tensors))
 
-    def after_call(self, module: Any, given: Any, result: Any) -> None:
+    def after_call(self, module: Any, args: Any, result: Any) -> None:
         if not sys.modules["torch"].compiler.is_compiling():
             self.depth -= 1
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Writes a line; of what was found that which changed since the last. Then it waits, if it is to be killed."""
+        """Writes a line, with the entries that changed since the last. Then waits, if the process is to be killed."""
         with suppress(Exception):
             line = self.facts(optimizer) | {"saved": self.saved(), "time": time.monotonic()}
             line |= {"inputs": self.inputs, "random": self.moving.random_states()}
             line |= {"found": {}, "gone": []}
             self.age += 1
             if self.is_due(line["weights"], line["saved"], id(optimizer)):
-                found, objects = self.walk()
-                named = {id(one): name for name, one in of_class(objects, type(optimizer)).items()}
+                entries, objects = self.walk()
+                named = {id(value): name for name, value in of_class(objects, type(optimizer)).items()}
                 self.names |= {id(optimizer): type(optimizer).__name__, **named}
-                line["found"] = dict(found.items() - self.last.items())
-                line["gone"] = [*(self.last.keys() - found.keys())]
-                self.last, self.age = found, 0
+                line["found"] = dict(entries.items() - self.last.items())
+                line["gone"] = [*(self.last.keys() - entries.keys())]
+                self.last, self.age = entries, 0
             line |= {"optimizer": self.names[id(optimizer)], "age": self.age}
             self.inputs, self.depth = [], 0
             if self.file is None:
-                several: Any = sys.modules.get("torch.distributed")
-                several = several if several is not None and several.is_available() else None
-                rank = several.get_rank() if several and several.is_initialized() else os.environ.get("RANK", "0")
+                dist: Any = sys.modules.get("torch.distributed")
+                dist = dist if dist is not None and dist.is_available() else None
+                rank = dist.get_rank() if dist and dist.is_initialized() else os.environ.get("RANK", "0")
                 name = f"{rank}-{os.getpid()}.jsonl"
                 self.file = open(os.path.join(self.folder, name), "a", encoding="utf-8")  # noqa: SIM115
             self.file.write(json.dumps(line) + "\n")
             self.file.flush()
             self.count += 1
-            until = time.monotonic() + PATIENCE
-            while self.count >= (self.plan["hold"] or sys.maxsize) and time.monotonic() < until:
+            deadline = time.monotonic() + PATIENCE
+            while self.count >= (self.plan["hold"] or sys.maxsize) and time.monotonic() < deadline:
                 time.sleep(0.002)
 
     def is_due(self, weights: str, saved: bool, optimizer: int) -> bool:
-        """True where the variables are looked at before this step."""
+        """True if the variables are to be looked at before this step."""
         now, walked = time.monotonic(), self.plan["walked"]
         if not self.count:
             self.first, self.walked = now, set(walked or ())
@@ -182,7 +182,7 @@ class Tracer:
         return False
 
     def facts(self, optimizer: Any) -> dict[str, Any]:
-        """Of an optimizer its rates, and digests of its state and of the weights that it trains."""
+        """An optimizer's learning rates, and digests of its state and of the weights that it trains."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state = [
             f"{place} {key} {self.moving.plain_text(value) or self.moving.tensor_digest(value)}"
@@ -200,54 +200,54 @@ class Tracer:
         return str(self.moving.digest(" ".join(map(self.moving.tensor_digest, tensors)).encode()))
 
     def saved(self) -> bool:
-        """True where a file of the run's folder was written since the last step, other than by adding to it."""
+        """True if a file of the run's folder was written since the last step, other than by appending to it."""
         run, before, self.files = self.plan["run"], self.files, {}
-        for here, _, names in os.walk(run):
-            for path in (os.path.join(here, name) for name in names):
+        for folder, _, names in os.walk(run):
+            for path in (os.path.join(folder, name) for name in names):
                 with suppress(OSError):
                     state = os.stat(path)
                     self.files[path] = (state.st_ino, state.st_size, state.st_mtime_ns)
-        olds = [(before.get(path, (0, 0, 0)), state) for path, state in self.files.items()]
-        return any(old != new and not (old[0] == new[0] and old[1] < new[1]) for old, new in olds)
+        pairs = [(before.get(path, (0, 0, 0)), state) for path, state in self.files.items()]
+        return any(old != new and not (old[0] == new[0] and old[1] < new[1]) for old, new in pairs)
 
     # The variables of the program ----------------------------------------------------------------------------------
 
     def walk(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """What `moving.reachable` finds from the variables, with schedulers, and modules that no optimizer trains."""
+        """`moving.reachable` from the variables, with entries for schedulers, and modules that no optimizer trains."""
         torch, begin = sys.modules["torch"], time.monotonic()
-        found, objects = self.moving.reachable(self.roots())
+        entries, objects = self.moving.reachable(self.roots())
         rates = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", ())
-        groups = [group for one in of_class(objects, torch.optim.Optimizer).values() for group in one.param_groups]
+        groups = [group for value in of_class(objects, torch.optim.Optimizer).values() for group in value.param_groups]
         trained = {id(parameter) for group in groups for parameter in group["params"]}
-        for name, one in of_class(objects, rates).items():
-            text = repr(plain(one.state_dict())).encode()
-            found[name] = f"{SCHEDULER}: {type(one).__name__} {self.moving.digest(text)}"
-        wholes: tuple[str, ...] = ()
-        for name, one in of_class(objects, torch.nn.Module).items():
-            parameters = list(one.parameters())
-            if parameters and not name.startswith(wholes) and not trained & set(map(id, parameters)):
-                wholes += (f"{name}.",)
-                found[name] = f"{WEIGHTS}: {type(one).__name__} {self.digests(parameters)}"
+        for name, value in of_class(objects, rates).items():
+            text = repr(plain(value.state_dict())).encode()
+            entries[name] = f"{SCHEDULER}: {type(value).__name__} {self.moving.digest(text)}"
+        prefixes: tuple[str, ...] = ()
+        for name, value in of_class(objects, torch.nn.Module).items():
+            parameters = list(value.parameters())
+            if parameters and not name.startswith(prefixes) and not trained & set(map(id, parameters)):
+                prefixes += (f"{name}.",)
+                entries[name] = f"{WEIGHTS}: {type(value).__name__} {self.digests(parameters)}"
         self.spent += time.monotonic() - begin
-        return found, objects
+        return entries, objects
 
     def roots(self) -> dict[str, Any]:
-        """The variables of the program: of the functions that are running, and of its modules."""
-        found: dict[str, Any] = {}
+        """The variables of the program: those of the functions that are running, and of its modules."""
+        variables: dict[str, Any] = {}
         frame: Any = sys._getframe(2)
         while frame is not None:
             if self.is_own(frame.f_code.co_filename):
-                found = {**frame.f_locals, **found}
+                variables = {**frame.f_locals, **variables}
             frame = frame.f_back
         if len(sys.modules) != self.looked_at:  # there are thousands
-            every, self.looked_at = list(sys.modules.values()), len(sys.modules)
-            self.modules = [module for module in every if self.is_own(getattr(module, "__file__", None))]
+            modules, self.looked_at = list(sys.modules.values()), len(sys.modules)
+            self.modules = [module for module in modules if self.is_own(getattr(module, "__file__", None))]
         for module in self.modules:
-            found = {**vars(module), **found}
-        return {name: value for name, value in found.items() if not name.startswith("__")}
+            variables = {**vars(module), **variables}
+        return {name: value for name, value in variables.items() if not name.startswith("__")}
 
     def is_own(self, file: Any) -> bool:
-        """True for a file of the program itself: of no library, and one that is there (`torch.ops` says `_ops.py`)."""
+        """True for a file of the program itself: of no library, and existing (`torch.ops` names `_ops.py`)."""
         packages = ("/site-packages/", "/dist-packages/", "/ckptool/")
         library = not isinstance(file, str) or file.startswith(self.libraries)
         is_there = not library and (os.path.isabs(file) or file.startswith("<") or os.path.isfile(file))
@@ -256,55 +256,55 @@ class Tracer:
     # Their values ---------------------------------------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:
-        """The states of the generators, and by name the values of all else that can be put back."""
-        found, objects = self.walk()
-        kept: dict[str, Any] = {}
-        for name in (*found, *of_class(objects, sys.modules["torch"].optim.Optimizer)):
+        """The states of the generators, and by name all other values that can be put back."""
+        entries, objects = self.walk()
+        values: dict[str, Any] = {}
+        for name in (*entries, *of_class(objects, sys.modules["torch"].optim.Optimizer)):
             owner, _, attribute = name.rpartition(".")
             with suppress(KeyError, TypeError):
                 value = objects[name] if name in objects else vars(objects[owner])[attribute]
-                kept[name] = plain(value.state_dict() if hasattr(value, "load_state_dict") else value)
-        return {"random": self.generators(objects), "values": kept}
+                values[name] = plain(value.state_dict() if hasattr(value, "load_state_dict") else value)
+        return {"random": self.generators(objects), "values": values}
 
-    def kept(self) -> dict[str, Any]:
-        """What an earlier process kept for this one."""
+    def stored(self) -> dict[str, Any]:
+        """The values that an earlier process stored for this one."""
         return dict(sys.modules["torch"].load(self.plan["values"], weights_only=True))
 
     def generators(self, objects: dict[str, Any]) -> dict[str, Any]:
         """The states of all generators."""
-        return dict(self.rng.capture({name: one for name, one in objects.items() if self.rng.is_generator(one)}))
+        return dict(self.rng.capture({name: value for name, value in objects.items() if self.rng.is_generator(value)}))
 
-    def put_back(self, kept: dict[str, Any]) -> None:
-        """Puts back what the plan names; with a batch the tensors of variables, with lr that of all optimizers."""
+    def put_back(self, stored: dict[str, Any]) -> None:
+        """Puts back what the plan names; with `batch` all tensors in variables, with `lr` all learning rates."""
         _, objects = self.walk()
-        wanted = [key.partition(":")[::2] for key in self.plan["put"]]
-        shared = {name.partition(":")[0] for kind, name in wanted if kind == "random"}
-        names = {name for kind, name in wanted if kind != "random"}
-        state = {name: each for name, each in kept["random"].items() if name in shared}
-        own = {name: each for name, each in kept["random"]["generators"].items() if name in names}
-        self.rng.restore(state | {"generators": own}, objects)
-        for name, value in kept.get("values", {}).items():
-            one: Any = objects.get(name)
+        keys = [key.partition(":")[::2] for key in self.plan["put"]]
+        shared = {name.partition(":")[0] for kind, name in keys if kind == "random"}
+        names = {name for kind, name in keys if kind != "random"}
+        state = {name: item for name, item in stored["random"].items() if name in shared}
+        generators = {name: item for name, item in stored["random"]["generators"].items() if name in names}
+        self.rng.restore(state | {"generators": generators}, objects)
+        for name, value in stored.get("values", {}).items():
+            target: Any = objects.get(name)
             owner, _, attribute = name.rpartition(".")
-            fetched = ("batch", "") in wanted and not owner and hasattr(value, "data_ptr")
+            fetched = ("batch", "") in keys and not owner and hasattr(value, "data_ptr")
             with suppress(Exception):
-                if ("lr", "") in wanted and hasattr(one, "param_groups"):
-                    for group, before in zip(one.param_groups, value["param_groups"], strict=True):
+                if ("lr", "") in keys and hasattr(target, "param_groups"):
+                    for group, before in zip(target.param_groups, value["param_groups"], strict=True):
                         group["lr"] = before["lr"]
                 if name not in names and not fetched:
                     continue
-                if one is None:
+                if target is None:
                     vars(objects[owner])[attribute] = value
-                elif hasattr(one, "load_state_dict"):
-                    one.load_state_dict(value)
-                elif hasattr(one, "data_ptr"):
-                    one.data = value
+                elif hasattr(target, "load_state_dict"):
+                    target.load_state_dict(value)
+                elif hasattr(target, "data_ptr"):
+                    target.data = value
                 else:
-                    one[...] = value
+                    target[...] = value
 
 
 def beside(name: str) -> Any:
-    """A module of ckptool's that lies beside this file; it imports nothing else of it."""
+    """A module of ckptool that lies beside this file, and imports no other module of it."""
     spec: Any = importlib.util.spec_from_file_location(f"_ckptool_{name}", os.path.join(FOLDER, f"{name}.py"))
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -313,11 +313,11 @@ def beside(name: str) -> Any:
 
 def of_class(objects: dict[str, Any], kind: Any) -> dict[str, Any]:
     """The objects of a class, by name. Asks the type, not the object."""
-    return {name: one for name, one in objects.items() if issubclass(type(one), kind)}
+    return {name: value for name, value in objects.items() if issubclass(type(value), kind)}
 
 
 def plain(value: Any) -> Any:
-    """What of a value `torch.load(weights_only=True)` loads again; an array is a list, and what cannot be is None."""
+    """A value in a form that `torch.load(weights_only=True)` reads; an array becomes a list, all else None."""
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -332,12 +332,12 @@ def plain(value: Any) -> Any:
 def chain() -> None:
     """Runs the `sitecustomize` that this one hides."""
     sys.path[:] = [place for place in sys.path if os.path.abspath(place) != FOLDER]
-    own = sys.modules.pop("sitecustomize", None)
+    this = sys.modules.pop("sitecustomize", None)
     try:
         importlib.import_module("sitecustomize")
     except ImportError:
-        if own is not None:
-            sys.modules["sitecustomize"] = own
+        if this is not None:
+            sys.modules["sitecustomize"] = this
 
 
 if __name__ == "sitecustomize":

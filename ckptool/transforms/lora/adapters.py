@@ -1,15 +1,15 @@
-"""An adapter of any naming scheme in one representation: changes, each of one tensor and with the keys it is made of.
+"""An adapter of any naming scheme in one representation: changes, each to one tensor, with the keys it is made from.
 
     LoRA   B @ A · scale             A [rank, in, …], B [out, rank, …]; mid [rank, rank, …]: kernels between the two
     LoHa   (w1_a @ w1_b) ∘ (w2_a @ w2_b) · scale
-    LoKr   kron(w1, w2) · scale      each of them whole, or wX_a @ wX_b
+    LoKr   kron(w1, w2) · scale      each of them a matrix, or wX_a @ wX_b
     scale  alpha / rank, rsLoRA: alpha / √rank; 1 where no alpha is stored (kohya, diffusers)
 
-Written in a naming scheme, the scale stands
+Each naming scheme stores the scale
 
-    PEFT        in adapter_config.json: r and lora_alpha, with patterns for modules that have others
+    PEFT        in adapter_config.json: r and lora_alpha, with patterns for modules that differ
     kohya       in a tensor `alpha` for each module
-    diffusers   in the metadata of the safetensors file, as JSON, in the fields of PEFT's (since 0.34)
+    diffusers   in the metadata of the safetensors file, as JSON with PEFT's fields (since 0.34)
 
 Sources: peft/tuners/{lora,loha,lokr}, kohya-ss/sd-scripts networks/lora.py, lycoris/functional.
 """
@@ -56,7 +56,7 @@ from ckptool.facts import dataclass, field, replace
 MAX_RANK = 1 << 16
 DIFFUSERS_CONFIG = "lora_adapter_metadata"  # in the header of a safetensors file
 
-# Fields of PEFT's configuration by which an adapter is more than a change of weights.
+# Fields of PEFT's configuration that make an adapter more than a change of weights.
 _REFUSED = {
     "layer_replication": "layer replication",
     "alora_invocation_tokens": "aLoRA",
@@ -68,7 +68,7 @@ _REFUSED = {
 }
 _INITIALISED = ("pissa", "olora", "loftq", "corda", "lora_ga")  # which changed the base before training
 _TYPES = {"LORA": LORA, "LOHA": LOHA, "LOKR": LOKR, "TRAINABLE_TOKENS": TOKENS}
-# The roles that together are the change of a weight, sorted.
+# The sets of roles that together are a complete change of a weight, sorted.
 _COMPLETE = re.compile(
     "|A B( mid)?|tokens|(hada_t1 hada_t2 )?hada_w1_a hada_w1_b hada_w2_a hada_w2_b|diff|w_norm"
     "|lokr_w1(_a lokr_w1_b)? lokr_w2(_a lokr_w2_b)?|lokr_t2 lokr_w1(_a lokr_w1_b)? lokr_w2_a lokr_w2_b"
@@ -79,11 +79,11 @@ _COMPLETE = re.compile(
 class Delta:
     """The change to one tensor: to the weight of a module, to its bias, or a whole tensor in place of the base's.
 
-    component: of several models, the one that is meant (`unet.`, `lora_te1_`); `base_model.model.` and the empty text
-    say nothing.  module: its name, for kohya with underscores for dots; of a whole tensor, the tensor's.
-    factors: by role: `A` and `B` (or `mid`), `hada_w1_a`, `lokr_w1`, …, `diff`; `B.bias`; `tokens`; empty for a whole
-    tensor.  keys: those of the adapter that it is made of, by role.  rank: 0 where there is none.
-    alpha: as it was stored; None: the scale is 1.  scale: what the product is multiplied with.
+    component: which of several models it is for (`unet.`, `lora_te1_`); `base_model.model.` and the empty text name
+    none.  module: its name, in kohya with underscores for dots; for a whole tensor, the tensor's.
+    factors: by role: `A` and `B` (or `mid`), `hada_w1_a`, `lokr_w1`, …, `diff`; `B.bias`; `tokens`; the empty role for
+    a whole tensor.  keys: the adapter's keys that it is made from, by role.  rank: 0 where there is none.
+    alpha: as stored; None: the scale is 1.  scale: the factor of the product.
     embedding: A is [rank, vocabulary], B [dim, rank].  depth: see `AdapterKey`.  magnitude: DoRA's, of any shape.
     """
 
@@ -108,7 +108,7 @@ class Delta:
 class Adapter:
     """An adapter: its changes in the order of its keys. config: PEFT's, empty where there is none.
 
-    name, tree, metadata: of the file that it was read from.
+    name, tree, metadata: those of the file that it was read from.
     """
 
     scheme: str
@@ -121,23 +121,23 @@ class Adapter:
 
     @property
     def products(self) -> tuple[Delta, ...]:
-        """The changes that are computed, but for those of biases."""
+        """The changes that are computed, except those of biases."""
         return tuple(delta for delta in self.deltas if delta.method not in (BIAS, WHOLE))
 
     @property
     def base_model(self) -> str:
-        """The name of the model that it was trained on, if it says."""
+        """The name of the model that it was trained on, if stored."""
         return str(self.config.get("base_model_name_or_path") or "")
 
     def tokens(self, module: str) -> list[int]:
-        """The rows of a table that are trained: those of the first name that the module's ends with, as in PEFT."""
-        given = self.config.get("trainable_token_indices") or self.config.get("token_indices")
-        if isinstance(given, dict):
-            given = next((rows for name, rows in given.items() if module.endswith(name)), None)
-        return [row for row in given if type(row) is int] if isinstance(given, list) else []
+        """The rows of a table that are trained: those of the first name with which the module's ends, as in PEFT."""
+        indices = self.config.get("trainable_token_indices") or self.config.get("token_indices")
+        if isinstance(indices, dict):
+            indices = next((rows for name, rows in indices.items() if module.endswith(name)), None)
+        return [row for row in indices if type(row) is int] if isinstance(indices, list) else []
 
     def names(self, field: str) -> list[str]:
-        """A list of names in the configuration; empty where there is none, or a pattern in its place."""
+        """A list of names in the configuration; empty where it has none, or a pattern instead."""
         listed = self.config.get(field)
         return [name for name in listed if isinstance(name, str) and name] if isinstance(listed, list) else []
 
@@ -150,9 +150,9 @@ def read_adapter(
 ) -> Adapter:
     """The adapter in a state dict. Reads no values but stored alphas.
 
-    name: of its file.  config: of `adapter_config.json`.  metadata: of its safetensors file.
+    name: of its file.  config: `adapter_config.json`.  metadata: of its safetensors file.
     Raises `NoMatch` for a factor without its other half, `UsageError` where there are no factors or no alpha,
-    `Unsupported` for kinds that are no change of weights, `Conflict` for factors that do not fit each other.
+    `Unsupported` for kinds that are more than a change of weights, `Conflict` for factors that do not fit each other.
     """
     fields = config or {}
     kind = str(fields.get("peft_type", "LORA"))
@@ -166,7 +166,7 @@ def read_adapter(
     if isinstance(initialised, str) and initialised.lower().startswith(_INITIALISED):
         changed = f"{initialised[:60]} changed the base before the training"
         notes.append(Note("changed-base", f"{changed}: it is for that base, not for the original"))
-    groups: dict[Any, tuple[AdapterKey, dict[str, str]]] = {}  # a whole tensor is one of its own
+    groups: dict[Any, tuple[AdapterKey, dict[str, str]]] = {}  # a whole tensor is a group of its own
     copies = []
     for key, value in node.items():
         if type(key) is not str or not isinstance(value, TensorEntry) or not has_numbers(value.dtype):
@@ -174,52 +174,52 @@ def read_adapter(
         if ".original_module." in key and fields.get("modules_to_save"):
             copies.append(key)
             continue
-        found = adapter_key(key, PEFT if "peft_type" in fields else None)
-        place = found.component, found.module, found.depth, "" if found.role else key
-        _, parts = groups.setdefault(place, (found, {}))
-        if found.role in parts:
-            what = f"{name} has {found.module} twice: {parts[found.role]} and {key}"
+        label = adapter_key(key, PEFT if "peft_type" in fields else None)
+        place = label.component, label.module, label.depth, "" if label.role else key
+        _, parts = groups.setdefault(place, (label, {}))
+        if label.role in parts:
+            what = f"{name} has {label.module} twice: {parts[label.role]} and {key}"
             raise Conflict(what, "Several adapters in one file cannot be distinguished.")
-        parts[found.role] = key
+        parts[label.role] = key
     if copies:
         message = f"{listed(copies, 3)}: PEFT's copy of what modules_to_save replaced, not used"
         notes.append(Note("original-module", message))
-    schemes = list(dict.fromkeys(of.scheme for of, parts in groups.values() if "" not in parts))
+    schemes = list(dict.fromkeys(label.scheme for label, parts in groups.values() if "" not in parts))
     if not any(role not in ("", "alpha") for _, parts in groups.values() for role in parts):
         why, fix = "It is not an adapter of a known kind.", "A base stands before its adapter: lora merge BASE ADAPTER"
         raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", why, fix)
     if len(schemes) > 1:
         raise Conflict(f"{name} mixes the names of {listed(schemes)}", "Each scheme scales its factors in its own way.")
-    configs: dict[str, dict[str, Any]] = {}  # that diffusers stores in the file: by component, with PEFT's fields
+    configs: dict[str, dict[str, Any]] = {}  # stored in the file by diffusers: by component, with PEFT's fields
     for key, value in parsed((metadata or {}).get(DIFFUSERS_CONFIG), dict).items():
         component, _, field = key.partition(".")
         configs.setdefault(f"{component}.", {})[field] = value
     adapter = Adapter(schemes[0], (), fields, name, node, metadata or {}, tuple(notes))
-    own = (_deltas(adapter, configs.get(of.component, config), of, parts) for of, parts in groups.values())
-    return replace(adapter, deltas=tuple(delta for some in own for delta in some))
+    changes = (_deltas(adapter, configs.get(label.component, config), label, parts) for label, parts in groups.values())
+    return replace(adapter, deltas=tuple(delta for deltas in changes for delta in deltas))
 
 
 def _deltas(
-    adapter: Adapter, config: Mapping[str, Any] | None, of: AdapterKey, keys: Mapping[str, str]
+    adapter: Adapter, config: Mapping[str, Any] | None, label: AdapterKey, keys: Mapping[str, str]
 ) -> Iterator[Delta]:
-    """The changes of the module that these keys are of, by role: that of its weight, and that of its bias."""
-    where = f"{adapter.name}: {of.module}"
-    found = {role: adapter.tree[key] for role, key in keys.items()}
-    if "" in found:
-        yield Delta(of.component, of.module, found, keys)
+    """The changes that a module's keys, by role, make: to its weight, and to its bias."""
+    where = f"{adapter.name}: {label.module}"
+    entries = {role: adapter.tree[key] for role, key in keys.items()}
+    if "" in entries:
+        yield Delta(label.component, label.module, entries, keys)
         return
-    bias = next((role for role in found if method_of(role) == BIAS), "")
-    factors = {role: entry for role, entry in found.items() if role not in ("alpha", "magnitude", bias)}
-    if not _COMPLETE.fullmatch(" ".join(sorted(factors))) or not (factors or (bias and "magnitude" not in found)):
+    bias = next((role for role in entries if method_of(role) == BIAS), "")
+    factors = {role: entry for role, entry in entries.items() if role not in ("alpha", "magnitude", bias)}
+    if not _COMPLETE.fullmatch(" ".join(sorted(factors))) or not (factors or (bias and "magnitude" not in entries)):
         why = "That is not all of a change, or more than one. Nothing was written."
         raise NoMatch(f"{where} has {listed(list(keys.values()))} alone", why, "A key may be misspelt, or missing.")
     method = method_of(next(iter(factors), "diff"))
     for role, switch in (("magnitude", "use_dora"), ("B.bias", "lora_bias")) if method == LORA else ():
-        if config is not None and (role in found) != bool(config.get(switch)):
-            what = f"{where} has {'a' if role in found else 'no'} {role}, and {switch} is {role not in found}"
+        if config is not None and (role in entries) != bool(config.get(switch)):
+            what = f"{where} has {'a' if role in entries else 'no'} {role}, and {switch} is {role not in entries}"
             raise Conflict(what, "A key is missing, or the configuration is of another adapter.")
-    flat = [role for role, each in factors.items() if is_factor(role) and len(each.shape) < 2]
-    if odd := [role for role, each in factors.items() if role in flat or not each.dtype.is_float]:
+    flat = [role for role, entry in factors.items() if is_factor(role) and len(entry.shape) < 2]
+    if odd := [role for role, entry in factors.items() if role in flat or not entry.dtype.is_float]:
         what = f"{where}: {listed(odd)} is not a matrix of floats"
         raise Conflict(what, "It was saved without its values, or truncated.")
     rank = next((factors[role].shape[0] for role in RANKED if role in factors), 0)
@@ -227,23 +227,23 @@ def _deltas(
         raise Conflict(f"{where} has rank 0", "It was saved without its values, as sharded training does.")
     if rank > MAX_RANK:
         raise LimitExceeded(f"{where} has rank {rank:,}", f"At most {MAX_RANK:,} are read.")
-    alpha, scale = _scale(adapter, config, of, keys, method, rank)
-    own = {role: key for role, key in keys.items() if role != bias}
-    delta = Delta(of.component, of.module, factors, own, rank, alpha, scale, of.embedding, of.depth)
+    alpha, scale = _scale(adapter, config, label, keys, method, rank)
+    delta_keys = {role: key for role, key in keys.items() if role != bias}
+    delta = Delta(label.component, label.module, factors, delta_keys, rank, alpha, scale, label.embedding, label.depth)
     if factors:
-        yield replace(delta, magnitude=found.get("magnitude"))
+        yield replace(delta, magnitude=entries.get("magnitude"))
     if bias:
         scale = scale if bias == "B.bias" else 1.0
-        own = {bias: keys[bias]} if factors else {**keys}
-        yield replace(delta, factors={bias: found[bias]}, keys=own, rank=0, scale=scale)
+        delta_keys = {bias: keys[bias]} if factors else {**keys}
+        yield replace(delta, factors={bias: entries[bias]}, keys=delta_keys, rank=0, scale=scale)
 
 
 def _scale(
-    adapter: Adapter, config: Mapping[str, Any] | None, of: AdapterKey, keys: Mapping[str, str], method: str, rank: int
+    adapter: Adapter, config: Mapping[str, Any] | None, key: AdapterKey, keys: Mapping[str, str], method: str, rank: int
 ) -> tuple[float | None, float]:
-    """The alpha of a module, and the scale that follows: stored, or by PEFT's configuration with its patterns."""
-    where = f"{adapter.name}: {of.module}"
-    is_whole = not rank and ("alpha" in keys or adapter.scheme != PEFT)  # a LoKr of two whole matrices
+    """A module's alpha and the resulting scale: stored, or by PEFT's configuration with its patterns."""
+    where = f"{adapter.name}: {key.module}"
+    is_whole = not rank and ("alpha" in keys or adapter.scheme != PEFT)  # a LoKr of two matrices that are not factored
     if method in (DIFF, TOKENS) or is_whole:
         return None, 1.0
     if "alpha" in keys:
@@ -251,31 +251,31 @@ def _scale(
         if entry.numel != 1:
             what = f"{adapter.name}: {keys['alpha']} is of shape {list(entry.shape)}"
             raise Conflict(what, "An alpha is one number.")
-        alpha = _number(float(TensorValues(entry).read(0, 1)[0]), f"{where}: its scale")
+        alpha = _checked_number(float(TensorValues(entry).read(0, 1)[0]), f"{where}: its scale")
         return alpha, alpha / rank
     if adapter.scheme != PEFT and (config is None or "lora_alpha" not in config):
         return None, 1.0
     if config is None:
         what = f"{adapter.name} does not say its alpha: it is in adapter_config.json, which is not beside it"
         raise UsageError(what, "Without it the scale is unknown.", f"Name it: {arg(config='adapter_config.json')}")
-    given = config.get("lora_alpha" if method == LORA else "alpha", 8)
-    alpha = _number(_by_pattern(config, "alpha_pattern", of.module, given), f"{where}: alpha")
-    own = _number(_by_pattern(config, "rank_pattern", of.module, config.get("r", rank)), f"{where}: r")
-    stacked = bool(config.get("target_parameters")) and own > 0 and rank % own == 0
-    if own <= 0 or (method == LORA and own != rank and not stacked):
-        what = f"{where} has rank {rank:,}, and {own:g} by its configuration"
+    default = config.get("lora_alpha" if method == LORA else "alpha", 8)
+    alpha = _checked_number(_by_pattern(config, "alpha_pattern", key.module, default), f"{where}: alpha")
+    config_rank = _checked_number(_by_pattern(config, "rank_pattern", key.module, config.get("r", rank)), f"{where}: r")
+    stacked = bool(config.get("target_parameters")) and config_rank > 0 and rank % config_rank == 0
+    if config_rank <= 0 or (method == LORA and config_rank != rank and not stacked):
+        what = f"{where} has rank {rank:,}, and {config_rank:g} by its configuration"
         raise Conflict(what, "The configuration is of another adapter. Nothing was written.")
-    return alpha, alpha / (math.sqrt(own) if config.get("use_rslora") else own)
+    return alpha, alpha / (math.sqrt(config_rank) if config.get("use_rslora") else config_rank)
 
 
-def _number(value: Any, what: str) -> float:
+def _checked_number(value: Any, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 1e30:
         raise Conflict(f"{what} is {repr(value)[:60]}, not a number", "The adapter is damaged. Nothing was written.")
     return float(value)
 
 
 def _by_pattern(config: Mapping[str, Any], field: str, module: str, default: Any) -> Any:
-    """The value for a module: that of the first pattern that the end of its name matches, as PEFT looks for it."""
+    """The value for a module: that of the first pattern that matches the end of its name, as in PEFT."""
     patterns = config.get(field) or {}
     for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
         if matches(field, rf"(.*\.)?({pattern})", module):
@@ -284,7 +284,7 @@ def _by_pattern(config: Mapping[str, Any], field: str, module: str, default: Any
 
 
 def matches(field: str, pattern: str, module: str) -> bool:
-    """True if an expression of a configuration matches all of a name. Raises `Conflict` for what is none."""
+    """True if a configuration's regular expression matches a whole name. Raises `Conflict` for an invalid one."""
     try:
         compiled = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -296,7 +296,7 @@ def matches(field: str, pattern: str, module: str) -> bool:
 
 MODEL = "base_model.model."
 SCHEMES = {"peft": PEFT, "kohya": KOHYA, "diffusers": DIFFUSERS}
-# The models that adapters are for: the prefixes of diffusers and kohya.
+# The models that adapters are for, with the prefixes of diffusers and kohya.
 COMPONENTS = {
     "unet": ("unet.", "lora_unet_"),
     "te": ("text_encoder.", "lora_te_"),
@@ -320,9 +320,9 @@ class AdapterFile(NamedTuple):
 
 
 def stored(adapter: Adapter, scheme: str, other_modules: Iterable[str] = ()) -> AdapterFile:
-    """The adapter with the keys of a scheme, or those that it has already.
+    """The adapter with the keys that it has already, else those of a scheme.
 
-    other_modules: of the base, that the adapter is not for.
+    other_modules: modules of the base that the adapter is not for.
     """
     tree: dict[str, TensorEntry] = {}
     for delta in adapter.deltas:
@@ -344,17 +344,17 @@ def stored(adapter: Adapter, scheme: str, other_modules: Iterable[str] = ()) -> 
 
 def diffusers_metadata(adapter: Adapter) -> dict[str, Any]:
     """The fields of each component's `LoraConfig`, as diffusers stores them."""
-    kept = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "use_dora", "lora_bias")
+    names = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "use_dora", "lora_bias")
     fields: dict[str, Any] = {}
     for component in dict.fromkeys(delta.component for delta in adapter.products):
         deltas = tuple(delta for delta in adapter.deltas if delta.component == component)
         config = peft_config(replace(adapter, deltas=deltas))
-        fields |= {f"{component}{name}": config[name] for name in kept}
+        fields |= {f"{component}{name}": config[name] for name in names}
     return fields
 
 
 def alpha_of(delta: Delta, rs: bool = False) -> float:
-    """The alpha that gives a module's scale: that stored, where it does.  rs: by rsLoRA's formula."""
+    """The alpha that gives a module's scale: the stored one, if it does.  rs: by rsLoRA's formula."""
     divisor = math.sqrt(delta.rank) if rs else delta.rank
     if delta.alpha is not None and delta.alpha / divisor == delta.scale:
         return delta.alpha
@@ -362,7 +362,7 @@ def alpha_of(delta: Delta, rs: bool = False) -> float:
 
 
 def alpha_tensor(value: float, dtype: DType) -> TensorEntry:
-    """A number as a tensor, of a factor's type as kohya saves alphas; in f32 where that does not hold it."""
+    """A number as a tensor, in a factor's type as kohya saves alphas; in f32 if that type cannot hold it."""
     import numpy
 
     def of(dtype: DType) -> TensorEntry:
@@ -374,11 +374,11 @@ def alpha_tensor(value: float, dtype: DType) -> TensorEntry:
 
 
 def peft_config(adapter: Adapter, other_modules: Iterable[str] = ()) -> dict[str, Any]:
-    """The fields of `LoraConfig` that say what the adapter is."""
+    """The fields of `LoraConfig` that describe the adapter."""
     rs = bool(adapter.config.get("use_rslora"))
     modules = [delta.module for delta in adapter.products]
     alphas = [alpha_of(delta, rs) for delta in adapter.products]
-    ends = tuple(f".{module}" for module in modules)  # PEFT compares the ends of names, or an expression with all of it
+    ends = tuple(f".{module}" for module in modules)  # PEFT compares ends of names, or an expression with whole ones
     is_clear = not any(other.endswith(ends) for other in other_modules)
     targets = list(modules) if is_clear else "|".join(map(re.escape, modules))
     fields: dict[str, Any] = {"peft_type": "LORA", "target_modules": targets}
@@ -387,8 +387,8 @@ def peft_config(adapter: Adapter, other_modules: Iterable[str] = ()) -> dict[str
         ("lora_alpha", "alpha_pattern", [int(alpha) if alpha == int(alpha) else alpha for alpha in alphas]),
     ):
         usual = Counter(values).most_common(1)[0][0]
-        others = {f"^{re.escape(module)}": each for module, each in zip(modules, values, strict=True) if each != usual}
-        fields |= {name: usual, pattern: others}
+        exceptions = {f"^{re.escape(module)}": v for module, v in zip(modules, values, strict=True) if v != usual}
+        fields |= {name: usual, pattern: exceptions}
     fields["use_dora"] = any(delta.magnitude is not None for delta in adapter.deltas)
     fields["lora_bias"] = any(delta.method == BIAS for delta in adapter.deltas)
     return fields
@@ -401,13 +401,13 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
     """The adapter in another scheme, and remarks; its factors as they are.
 
     bases: state dicts of the models, whose names tell where kohya's underscores are dots.
-    Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, `Conflict` for
-    names of two modules.
+    Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, `Conflict` where
+    two modules get one name.
     """
     refuse_others(adapter)
     name, old, details = adapter.name, adapter.scheme, list[str]()
-    if whole := [delta.keys[""] for delta in adapter.deltas if delta.method == WHOLE]:
-        what = f"{name} has whole tensors (modules_to_save): {listed(whole)}"
+    if whole_keys := [delta.keys[""] for delta in adapter.deltas if delta.method == WHOLE]:
+        what = f"{name} has whole tensors (modules_to_save): {listed(whole_keys)}"
         fix = f"Extract it without them: lora extract {arg(exclude=PATTERN)}"
         raise Unsupported(what, f"{scheme} would lose them.", fix)
     for delta in adapter.deltas:
@@ -419,10 +419,10 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
             if present and fact not in _HOLDS[scheme] & _HOLDS.get(old, _HOLDS[DIFFUSERS]):
                 why = f"{old} and {scheme} have no common form for it."
                 raise Unsupported(f"{name}: {delta.module} has {fact}", why)
-    # The prefix of each component in the scheme. Names that do not say it are a text encoder's or a transformer's where
-    # one of its modules begins as in diffusers', else a UNet's, as with most that are written for these programs.
+    # The prefix of each component in the scheme. Names that do not say which are a text encoder's or a transformer's
+    # if one of its modules begins as in diffusers, else a UNet's, like most adapters for these programs.
     components, names = {delta.component for delta in adapter.deltas}, dict[str, str]()
-    several = any(each in COMPONENTS["te2"] for each in components)  # of two text encoders, kohya counts the first
+    several = any(component in COMPONENTS["te2"] for component in components)  # kohya numbers the first of two encoders
     for component in components:
         blocks = {delta.module.partition(".")[0] for delta in adapter.products if delta.component == component}
         kind = "te" if "text_model" in blocks else "transformer" if "transformer_blocks" in blocks else "unet"
@@ -433,9 +433,9 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
         what = f"{name} is for {listed(sorted(components))}"
         advice = f"Drop the keys of the others first: {command('edit', name, drop=PATTERN, out=OUT)}"
         raise Unsupported(what, "An adapter of PEFT is for one model.", advice)
-    modules = dict[str, str]()  # kohya's with their dots: as the bases have them, else by the words of known modules
+    modules = dict[str, str]()  # kohya's with dots: as the bases have them, else by the words of known modules
     if old == KOHYA and scheme != KOHYA:
-        places = Places(sorted({f"{module}.weight" for module in _modules_of(bases)}), underscored=True)
+        places = Places(sorted({f"{module}.weight" for module in _base_modules(bases)}), underscored=True)
         for module in dict.fromkeys(delta.module for delta in adapter.deltas):
             dotted = places.key("", [f"{module}.weight"]) if bases else split_words(module)
             modules[module] = (dotted or "").removesuffix(".weight")
@@ -449,11 +449,11 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
         module = module.replace(".", "_") if scheme == KOHYA else module
         deltas.append(replace(delta, component=names[delta.component], module=module, keys={}))
     config = {"use_rslora": False} if scheme == PEFT else {}
-    file = stored(replace(adapter, scheme=scheme, deltas=tuple(deltas), config=config), scheme, _modules_of(bases))
+    file = stored(replace(adapter, scheme=scheme, deltas=tuple(deltas), config=config), scheme, _base_modules(bases))
     if adapter.config.get("use_rslora"):
         details.append("alpha is alpha · √rank of before: rsLoRA divides by √rank, these names by the rank")
     if scheme != PEFT and (
-        unsaid := [each for each in components if not any(each in row for row in COMPONENTS.values())]
+        unsaid := [component for component in components if not any(component in row for row in COMPONENTS.values())]
     ):
         details.append(f"its names do not say which model it is for: taken for {names[unsaid[0]]}")
     return file, details
@@ -472,7 +472,7 @@ def refuse_others(adapter: Adapter) -> None:
             raise Unsupported(f"{name}: {delta.module} is {kind}", why)
 
 
-def _modules_of(bases: Sequence[Mapping[Any, Any]]) -> Iterator[str]:
+def _base_modules(bases: Sequence[Mapping[Any, Any]]) -> Iterator[str]:
     for base in bases:
         for key in base:
             if type(key) is str and key.endswith(".weight"):

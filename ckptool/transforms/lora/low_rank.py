@@ -2,12 +2,12 @@
 
 A difference D [out, in] is never held whole. Its right singular vectors V come from D'D, exactly for up to EXACT
 inputs; else from a random start, seeded by the tensor's name, by two steps of subspace iteration with half as many
-vectors again, and by the best of them (Rayleigh-Ritz). B = D V, whose columns are U S, is computed row by row; A = V'.
+vectors again, of which Rayleigh-Ritz takes the best. B = D V, whose columns are U S, is computed row by row; A = V'.
 The error is at most 1.02 times that of the exact SVD. Sums are BLAS's: the same bytes on one machine, and the same
 product within rounding on others.
 
-PEFT replaces whole modules only (`modules_to_save`), so a changed norm or embedding takes all tensors of its module
-along; the bias of a matrix in low rank stands in `base_layer` (`bias: lora_only`).
+PEFT replaces only whole modules (`modules_to_save`), so a changed norm or embedding takes all tensors of its module
+along; the bias of a matrix in low rank goes to `base_layer` (`bias: lora_only`).
 
 Source: Halko, Martinsson, Tropp, Finding structure with randomness (2011), algorithms 4.4 and 5.3.
 """
@@ -48,15 +48,15 @@ from ckptool.transforms.lora.adapters import (
 from ckptool.transforms.memory_names import MemoryTree
 from ckptool.transforms.views import once
 
-EXACT = 768  # inputs up to which D'D is decomposed whole: 5 MB
+EXACT = 768  # up to so many inputs, D'D is decomposed whole: 5 MB
 STEPS = 2
 MAX_FACTORS = 1 << 26  # elements of A and B together
-_WIDE = 1 << 20  # numbers that are computed with in f64; more of them in f32
+_WIDE = 1 << 20  # up to so many numbers are computed in f64, more in f32
 
 
 def low_rank_change(key: str, module: str, tuned: TensorEntry, base: TensorEntry, rank: int, dtype: DType) -> Delta:
     """The difference of two tensors, as a matrix [out, in], in at most this rank: A [rank, in, kernel…] and B [out,
-    rank, 1…], not computed yet. key: of the tensor, for errors and the random start."""
+    rank, 1…], not computed yet. key: the tensor's, for errors and the random start."""
     import numpy
 
     height, width = tuned.shape[0], prod(tuned.shape[1:])
@@ -68,8 +68,8 @@ def low_rank_change(key: str, module: str, tuned: TensorEntry, base: TensorEntry
     inputs, sides = (tuned, base), (TensorValues(tuned), TensorValues(base))
 
     def blocks(start: int, stop: int, kind: str) -> Iterator[Array]:
-        for at in stretches(start, stop, 2 * width):
-            after, before = (side.rows(*at) for side in sides)
+        for stretch in stretches(start, stop, 2 * width):
+            after, before = (side.rows(*stretch) for side in sides)
             with numpy.errstate(all="ignore"):
                 yield (after - before).reshape(after.shape[0], -1).astype(kind)
 
@@ -84,7 +84,7 @@ def low_rank_change(key: str, module: str, tuned: TensorEntry, base: TensorEntry
         is_exact = width <= EXACT
         count = width if is_exact else min(height, width, rank + rank // 2 + 8)
         kind = "d" if is_exact or count * width <= _WIDE else "f"
-        if not is_exact:  # orthogonal columns that the vectors are nearly made of
+        if not is_exact:  # orthogonal columns whose span nearly contains the vectors
             start = numpy.random.default_rng(int.from_bytes(sha256(key.encode()).digest()[:8], "little"))
             basis = numpy.linalg.qr(start.standard_normal((width, count), "d").astype(kind))[0]
             for _ in range(STEPS):
@@ -99,11 +99,11 @@ def low_rank_change(key: str, module: str, tuned: TensorEntry, base: TensorEntry
             part = block if is_exact else (block @ basis).astype("d")
             gram += part.T @ part
         turn = numpy.linalg.eigh(finite(gram))[1][:, ::-1][:, :rank]  # the largest first
-        made: Array = turn if is_exact else basis @ turn.astype(kind)
+        vectors: Array = turn if is_exact else basis @ turn.astype(kind)
         # The sign of a singular vector is arbitrary: the largest element of each is positive.
-        signs = numpy.sign(made[numpy.abs(made).argmax(axis=0), numpy.arange(rank)])
-        made *= numpy.where(signs == 0, 1, signs).astype(made.dtype)
-        return made
+        signs = numpy.sign(vectors[numpy.abs(vectors).argmax(axis=0), numpy.arange(rank)])
+        vectors *= numpy.where(signs == 0, 1, signs).astype(vectors.dtype)
+        return vectors
 
     def rows_of_b(start: int, stop: int) -> Array:
         vectors = once(decomposed, decomposed)
@@ -119,9 +119,9 @@ def low_rank_change(key: str, module: str, tuned: TensorEntry, base: TensorEntry
 
 
 class Truncation:
-    """A product B @ A in a smaller rank: QR of both, and the SVD of what is between them. error: relative, once known.
+    """A product B @ A in a smaller rank: QR of both, and the SVD of the core. error: relative, once computed.
 
-    The two fit into memory, with their copies.
+    Both factors fit into memory, with their copies.
     """
 
     def __init__(self, name: str, b: TensorEntry, a: TensorEntry, rank: int) -> None:
@@ -129,11 +129,11 @@ class Truncation:
         self.error: float | None = None
 
     def factors(self) -> dict[str, TensorEntry]:
-        """A and B in the types of the old ones, not computed yet."""
+        """A and B in the types of the old factors, not computed yet."""
 
         def rows(role: str, start: int, stop: int) -> Array:
-            made: dict[str, Array] = once(self, self._truncate)
-            return made[role][start:stop]
+            matrices: dict[str, Array] = once(self, self._truncate)
+            return matrices[role][start:stop]
 
         b, a = self.entries
         shapes = {"A": (self.rank, *a.shape[1:]), "B": (b.shape[0], self.rank, *b.shape[2:])}
@@ -155,7 +155,7 @@ class Truncation:
         u, values, v = numpy.linalg.svd(upper.astype("d") @ lower.T.astype("d"))
         squares = values**2
         self.error = float(numpy.sqrt(squares[self.rank :].sum() / max(squares.sum(), 5e-324)))
-        count = min(self.rank, len(values))  # zeros behind, where the matrix has no such rank
+        count = min(self.rank, len(values))  # followed by zeros, where the matrix has a lower rank
         sides = numpy.zeros((len(u), self.rank), kind), numpy.zeros((self.rank, len(v)), kind)
         sides[0][:, :count], sides[1][:count] = u[:, :count] * values[:count], v[:count]
         return {"B": left @ sides[0], "A": sides[1] @ right.T}
@@ -170,10 +170,10 @@ def _check_rank(rank: int) -> None:
 
 
 def resize(adapter: Adapter, rank: int) -> tuple[AdapterFile, list[Truncation]]:
-    """The adapter with every module in at most this rank, under its names and with the same scale; and what is cut off.
+    """The adapter with every module in at most this rank, with its names and scale; and the truncations.
 
-    Raises `Unsupported` for what is no product of two factors, `UsageError` for a rank that is none or that no module
-    is above.
+    Raises `Unsupported` for what is not a product of two factors, `UsageError` for an impossible rank or one above
+    every module's.
     """
     _check_rank(rank)
     refuse_others(adapter)
@@ -202,8 +202,8 @@ def resize(adapter: Adapter, rank: int) -> tuple[AdapterFile, list[Truncation]]:
     changed = replace(adapter, deltas=(*deltas, *others))
     config = None
     if adapter.config:
-        own = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
-        config = {**adapter.config} | {each: value for each, value in peft_config(changed).items() if each in own}
+        changing = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
+        config = {**adapter.config} | {name: value for name, value in peft_config(changed).items() if name in changing}
     texts = {key: value for key, value in adapter.metadata.items() if isinstance(value, str)}
     if DIFFUSERS_CONFIG in texts and not any("alpha" in delta.keys for delta in deltas):
         fields = json.loads(texts[DIFFUSERS_CONFIG]) | diffusers_metadata(changed)
@@ -223,11 +223,11 @@ def extract(
     only: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> tuple[AdapterFile, dict[str, Any], list[str]]:
-    """The adapter that makes `tuned` of a model, of rank `rank`; facts for a report, and what is smaller than the rank.
+    """The adapter of rank `rank` that turns a model into `tuned`; facts for a report, and the keys of smaller matrices.
 
-    Reads the tensors until it finds that they differ. names: of the two.
+    Reads each pair of tensors until it finds a difference. names: of the two models.
     Raises `Conflict` for keys and shapes that they do not share, `NoMatch` where nothing changed, `UsageError` for a
-    rank that no matrix has, `Unsupported` for a change that PEFT has no form for.
+    rank above that of every matrix, `Unsupported` for a change that PEFT cannot express.
     """
     _check_rank(rank)
     base, ties = model.tree, model.ties
@@ -237,7 +237,7 @@ def extract(
         after, before = tuned.get(key), base.get(key)
         if after is None or before is None:
             problems.append(f"{key} is only in {names[after is None]}")
-        elif not all(isinstance(each, TensorEntry) and has_numbers(each.dtype) for each in (after, before)):
+        elif not all(isinstance(entry, TensorEntry) and has_numbers(entry.dtype) for entry in (after, before)):
             problems.append(f"{key} is not a tensor of plain numbers")
         elif after.shape != before.shape:
             problems.append(f"{key} is {list(after.shape)} and {list(before.shape)}")
@@ -248,16 +248,16 @@ def extract(
     tied = {name: source for name, source in (ties or {}).items() if name not in keys}
     tuned, base = ({**node} | {name: node[source] for name, source in tied.items()} for node in (tuned, base))
     chosen |= {name for name, source in tied.items() if source in chosen}
-    changed, aliases = _changed(tuned, base, chosen)
+    changed, aliases = _differing(tuned, base, chosen)
     if not changed:
         raise NoMatch(f"{names[0]} and {names[1]} have the same values", "There is nothing to extract.")
     if ties is None and (embeddings := [name for name in changed if EMBEDDING.fullmatch(name)]):
         what = f"{listed(embeddings)} changed, and config.json ties the head to one"
         raise Unsupported(what, "What PEFT calls the head is not known here.", f"Leave it out: {arg(exclude=PATTERN)}")
-    low, saved, alike = _modules(tuned, base, changed, aliases, model)
-    deltas, whole, clamped, turns = list[Delta](), dict[str, Delta](), list[str](), orientation(base)
-    every = [key for key in {**base, **tuned} if type(key) is str]
-    for key in sorted(every, key=lambda key: key.rpartition(".")[0] in alike):
+    low, saved, incidental = _low_and_whole(tuned, base, changed, aliases, model)
+    deltas, whole_deltas, clamped, turns = list[Delta](), dict[str, Delta](), list[str](), orientation(base)
+    all_keys = [key for key in {**base, **tuned} if type(key) is str]
+    for key in sorted(all_keys, key=lambda key: key.rpartition(".")[0] in incidental):
         module, _, leaf = key.rpartition(".")
         if module in low and key in changed and leaf == "weight":
             if len(turned := turns(key)) > 1:
@@ -269,24 +269,24 @@ def extract(
         elif module in saved or (module in low and key in changed):
             name = key if module in saved else f"{module}.base_layer.bias"
             entry = tuned[key]
-            if key in aliases:  # PEFT looks for every name in the file
+            if key in aliases:  # PEFT looks for every name in the file, tied or not
                 entry = entry.with_storage(entry.storage.alone())
-            whole[name] = Delta(MODEL, key, {"": entry}, {"": f"{MODEL}{name}"})
+            whole_deltas[name] = Delta(MODEL, key, {"": entry}, {"": f"{MODEL}{name}"})
     if not deltas:
         what = f"no layer's matrix differs between {names[0]} and {names[1]}: {listed(sorted(changed))}"
         why = "What may be embeddings is taken whole, and PEFT loads no adapter without a low-rank matrix."
         raise Unsupported(what, f"{why} Nothing was written.")
     if len(clamped) == len(deltas):
-        largest = max(each.rank for each in deltas)
+        largest = max(delta.rank for delta in deltas)
         what = f"rank {rank:,} is more than that of any matrix that changed"
         why = f"The largest has rank {largest:,}, which keeps all of it."
         raise UsageError(what, why, f"For example: {arg(rank=largest)}")
-    both = {*aliases, *aliases.values()}
-    is_alone = "lm_head.weight" in both and len(both) == 2 and "lm_head.bias" not in base
+    tied_names = {*aliases, *aliases.values()}
+    is_alone = "lm_head.weight" in tied_names and len(tied_names) == 2 and "lm_head.bias" not in base
     config = {
         "base_model_name_or_path": None,
-        "bias": "lora_only" if any(name.endswith(".base_layer.bias") for name in whole) else "none",
-        "ensure_weight_tying": "lm_head" in saved and is_alone,  # PEFT makes any other a Linear without bias
+        "bias": "lora_only" if any(name.endswith(".base_layer.bias") for name in whole_deltas) else "none",
+        "ensure_weight_tying": "lm_head" in saved and is_alone,  # PEFT makes every other one a Linear without bias
         "fan_in_fan_out": any(True in turns(f"{delta.module}.weight") for delta in deltas),
         "inference_mode": True,
         "lora_dropout": 0.0,
@@ -295,29 +295,29 @@ def extract(
         "use_rslora": False,
     }
     modules = (key[:-7] for key in base if type(key) is str and key.endswith(".weight"))
-    others = [name for name in modules if name not in {delta.module for delta in deltas}]
+    other_modules = [name for name in modules if name not in {delta.module for delta in deltas}]
     facts = {
         "base": names[1],
-        "ranks": {each.module: each.rank for each in deltas},
-        "whole": [each.module for each in whole.values()],
+        "ranks": {delta.module: delta.rank for delta in deltas},
+        "whole": [delta.module for delta in whole_deltas.values()],
         "unchanged": len(chosen) - len(changed) - len(aliases),
         "tied": list(aliases),
     }
-    return stored(Adapter(PEFT, (*deltas, *whole.values()), config), PEFT, others), facts, clamped
+    return stored(Adapter(PEFT, (*deltas, *whole_deltas.values()), config), PEFT, other_modules), facts, clamped
 
 
-def _modules(
+def _low_and_whole(
     tuned: Mapping[Any, Any], base: Mapping[Any, Any], changed: set[str], aliases: Mapping[str, str], model: MemoryTree
 ) -> tuple[set[str], set[str], set[str]]:
-    """The modules whose weights change by a product of low rank; those that are taken whole; and of these the ones that
-    are taken only because PEFT compares the ends of names, even within words."""
+    """The modules whose weights change by a product of low rank; those that are taken whole; and of these, the ones
+    taken only because PEFT compares the ends of names, even within words."""
     ties = {*(model.ties or {}), *(model.ties or {}).values()}
     heads = {pair[1] for pair in aliases.items() for key in pair if key in ties or EMBEDDING.fullmatch(key)}
     shapes = {key: getattr(entry, "shape", None) for key, entry in base.items()}
     low = set[str]()
     for key in changed:
         module, shape, dtypes = key.removesuffix(".weight"), base[key].shape, (tuned[key].dtype, base[key].dtype)
-        if key.endswith("weight") and not all(each.is_float and each.itemsize > 1 for each in dtypes):
+        if key.endswith("weight") and not all(dtype.is_float and dtype.itemsize > 1 for dtype in dtypes):
             why = "The difference of codes is no difference of weights. Nothing was written."
             fix = f"Dequantize it first: {command('cast', FILE, dequantize=True, dtype='bf16', out=OUT)}"
             raise Unsupported(f"{key} is quantized: its numbers are codes, whose scales stand elsewhere", why, fix)
@@ -326,8 +326,8 @@ def _modules(
         is_odd = f".{module}".endswith(tuple(f".{end}" for end in model.odd))
         if is_matrix and key not in heads and not is_odd and is_linear(module, shapes):
             low.add(module)
-    every = {key.rpartition(".")[0]: key for key in {**base, **tuned} if type(key) is str}
-    parents = {module[: dot.start()] for module in every for dot in re.finditer(r"\.", module)} | {""}
+    key_of = {key.rpartition(".")[0]: key for key in {**base, **tuned} if type(key) is str}
+    parents = {module[: dot.start()] for module in key_of for dot in re.finditer(r"\.", module)} | {""}
     saved: set[str] = set()
     for key in base:
         module, _, leaf = str(key).rpartition(".")
@@ -336,28 +336,28 @@ def _modules(
             continue
         if module not in parents:
             saved.add(module)
-        elif key not in ties:  # else its other name is that of a module of its own
-            raise _unfit(key)
-    alike = {module for module in every if module.endswith(tuple(saved))}
-    if odd := sorted(alike & parents):
-        raise _unfit(every[odd[0]])
-    return low - alike, alike, alike - saved
+        elif key not in ties:  # a tied key's other name belongs to a module of its own
+            raise _not_in_adapter(key)
+    matching = {module for module in key_of if module.endswith(tuple(saved))}
+    if odd := sorted(matching & parents):
+        raise _not_in_adapter(key_of[odd[0]])
+    return low - matching, matching, matching - saved
 
 
-def _unfit(key: str) -> Unsupported:
+def _not_in_adapter(key: str) -> Unsupported:
     what = f"{key} changed, and is no tensor that an adapter of PEFT can hold"
     why = "It is no matrix, and PEFT takes along whole modules without others in them. Nothing was written."
     return Unsupported(what, why, f"Leave it out: {arg(exclude=key)}")
 
 
-def _changed(tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str]) -> tuple[set[str], dict[str, str]]:
-    """The names of tensors that differ, and of those that are tied to one before in both models, with that."""
-    seen: dict[Any, str] = {}
+def _differing(tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str]) -> tuple[set[str], dict[str, str]]:
+    """The names of tensors that differ; and of those tied to an earlier one in both models, each with that one."""
+    first_keys: dict[Any, str] = {}
     changed: set[str] = set()
     tied: dict[str, str] = {}
     for key in over([key for key in base if key in chosen], lambda key: 2 * base[key].nbytes):
         after, before = tuned[key], base[key]
-        first = seen.setdefault((after.view, before.view), key)
+        first = first_keys.setdefault((after.view, before.view), key)
         if first != key:
             tied[key] = first
             continue

@@ -1,4 +1,4 @@
-"""Adapters merged into the weights they are for: every key of the adapter is used, or nothing is.
+"""Adapters merged into the weights that they are for: every key of the adapter is used, or nothing is merged.
 
 Where a change goes follows from the names and shapes of the base; `changes` computes it.
 """
@@ -18,18 +18,18 @@ from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
 from ckptool.transforms.lora.adapters import Adapter, Delta, matches
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
 
-_MOST_PARAMETERS = 6  # of a module, whose orders are tried
+_MOST_PARAMETERS = 6  # of a module, for all orders to be tried
 
 
 class AdapterMerge:
-    """An adapter merged into a base of this name, its changes multiplied; `tree` is the state dict. Reads nothing yet.
+    """An adapter merged into a base, its changes times `multiplier`; `tree` is the state dict. Reads nothing yet.
 
     is_ordered: the base has its tensors in the order of the model, even where that is the order of their names too.
     ties: see `MemoryTree.ties`.  computed, replaced, added: the base's names of tensors that were computed, taken
     whole, and new.  count: of the adapter's keys.
 
     Raises `NoMatch` where keys of the adapter have no place in the base, or targets no keys in the adapter, `Conflict`
-    for shapes that do not fit and ties that would be lost, `Unsupported` for weights that are no floats.
+    for shapes that do not fit and ties that would be lost, `Unsupported` for weights that are not floats.
     """
 
     def __init__(
@@ -43,104 +43,104 @@ class AdapterMerge:
     ) -> None:
         self.base, self.adapter, self.multiplier, self.is_ordered = base, adapter, multiplier, is_ordered
         self.base_name, self.name, self.ties = base_name, adapter.name, ties or {}
-        self.tensors = {key: each for key, each in base.items() if type(key) is str and isinstance(each, TensorEntry)}
+        self.tensors = {key: item for key, item in base.items() if type(key) is str and isinstance(item, TensorEntry)}
         self.parameters: dict[Delta, list[str]] = {}  # changes of single ones, with the names that each may be for
         targets = [target.rpartition(".")[::2] for target in adapter.names("target_parameters")]
-        for delta in (each for each in adapter.deltas if each.method == LORA):
+        for delta in (delta for delta in adapter.deltas if delta.method == LORA):
             names = [name for owner, name in targets if f".{delta.module}".endswith(f".{owner}") or not owner]
             self.parameters |= {delta: list(dict.fromkeys(names))} if names else {}
         self.places = Places((key for key in base if type(key) is str), underscored=adapter.scheme == KOHYA)
         self.count = sum(len(delta.keys) for delta in adapter.deltas)
-        self.made: dict[str, TensorEntry] = {}
-        self.changed: dict[str, tuple[int, ...]] = {}  # and by which tensors of the adapter
+        self.merged: dict[str, TensorEntry] = {}
+        self.changed: dict[str, tuple[int, ...]] = {}  # names, and the adapter's tensors that changed them
         self.replaced: list[str] = []
         self.added: list[str] = []
         self.turns = orientation(self.tensors)
-        self.told: dict[bool, set[bool]] = {}
-        deltas = sorted(adapter.deltas, key=lambda delta: delta.method != WHOLE)  # those first
+        self.adapter_turns: dict[bool, set[bool]] = {}
+        deltas = sorted(adapter.deltas, key=lambda delta: delta.method != WHOLE)  # whole tensors first
         for component in dict.fromkeys(delta.component for delta in deltas):
-            self.places.settle(component, [self._spellings(each) for each in deltas if each.component == component])
+            self.places.settle(component, [self._spellings(delta) for delta in deltas if delta.component == component])
         self._settle_parameters()
-        if lost := [key for delta in deltas if not self._place(delta) for key in delta.keys.values()]:
+        if unplaced := [key for delta in deltas if not self._apply(delta) for key in delta.keys.values()]:
             drop = command("edit", self.name, drop=PATTERN, out=OUT)
-            what = f"{len(lost):,} of {counted(self.count, 'key')} of {self.name} have no place in {base_name}: "
-            what += f"{listed(lost)}"
+            what = f"{len(unplaced):,} of {counted(self.count, 'key')} of {self.name} have no place in {base_name}: "
+            what += f"{listed(unplaced)}"
             why = "It is for another base, for more than this part of it, or a key is misspelt. Nothing was written."
             fix = f"See what the adapter is for: {command('inspect', self.name)}; leave keys out on purpose: {drop}"
             raise NoMatch(what, why, fix)
         self._refuse_missing()
         self._refuse_untied(ties is None)
-        self.tree = same_kind(base, {key: self.made.get(key, base.get(key)) for key in (*base, *self.added)})
+        self.tree = same_kind(base, {key: self.merged.get(key, base.get(key)) for key in (*base, *self.added)})
         self.computed = [key for key in self.changed if key not in self.replaced or len(self.changed[key]) > 1]
 
     # Changes
 
     def _spellings(self, delta: Delta) -> list[str]:
-        """The names, without a prefix that the base may have, of the tensor that a change is for."""
+        """The possible names of the tensor that a change is for, without a prefix that the base may have."""
         if delta.method == WHOLE:
             return [delta.module]
         names = ["bias"] if delta.method == BIAS else ["weight", "in_proj_weight"]
         return [f"{delta.module}.{name}" for name in (*self.parameters.get(delta, ()), *names)]
 
     def _settle_parameters(self) -> None:
-        """Finds which parameter of its module each change is for. PEFT wraps a module once for each, the first inmost,
-        in the order in which the module has them: told by shapes, else by a base that is in that order.
+        """Finds the parameter that each change is for. PEFT wraps a module once for each parameter, in the module's
+        order, the first innermost: told by shapes, else by a base that is in that order.
         """
         modules: dict[str, list[Delta]] = {}
         for delta in sorted(self.parameters, key=lambda delta: -delta.depth):
             modules.setdefault(delta.module, []).append(delta)
-        order = {key: place for place, key in enumerate(self.tensors)}
+        order = {key: index for index, key in enumerate(self.tensors)}
         for module, deltas in modules.items():
             names = {
                 self.places.key(deltas[0].component, [f"{module}.{name}"]): name for name in self.parameters[deltas[0]]
             }
-            found = {key: name for key, name in names.items() if key in self.tensors}
-            if not found:  # a name without its module: `down_proj` is in every one
-                self.parameters = {each: names for each, names in self.parameters.items() if each not in deltas}
-            if not len(deltas) <= len(found) <= _MOST_PARAMETERS:
+            present = {key: name for key, name in names.items() if key in self.tensors}
+            if not present:  # a name without its module: every module may have a `down_proj`
+                self.parameters = {delta: names for delta, names in self.parameters.items() if delta not in deltas}
+            if not len(deltas) <= len(present) <= _MOST_PARAMETERS:
                 continue
             fits = list[tuple[str, ...]]()
-            for ways in permutations(sorted(found, key=lambda key: order[key]), len(deltas)):
-                for delta, key in zip(deltas, ways, strict=True):
-                    # One to a parameter [out, in] or [in, out], of each expert if there are any.
+            for keys in permutations(sorted(present, key=lambda key: order[key]), len(deltas)):
+                for delta, key in zip(deltas, keys, strict=True):
+                    # A change of a parameter [out, in] or [in, out], or of one of each expert.
                     shape, sides = self.tensors[key].shape, (delta.factors["B"].shape[0], delta.factors["A"].shape[1])
                     if sorted(sides) != sorted(shape[-2:]) or delta.rank % max(1, prod(shape[:-2])):
                         break
                 else:
-                    fits.append(ways)
-            if len(fits) > 1 and not self.is_ordered and sorted(found) == sorted(found, key=lambda key: order[key]):
-                what = f"which change is for which of {listed(sorted(found))} is not known"
+                    fits.append(keys)
+            if len(fits) > 1 and not self.is_ordered and sorted(present) == sorted(present, key=lambda key: order[key]):
+                what = f"which change is for which of {listed(sorted(present))} is not known"
                 why = "They are of one shape, PEFT takes them in the order of the module, and this file sorts names."
                 fix = "Name a base that keeps the order: its state_dict(), saved with torch.save"
                 raise Unsupported(f"{self.name}: {what}", f"{why} Nothing was written.", fix)
             for delta, key in zip(deltas, fits[0] if fits else (), strict=False):
-                self.parameters[delta] = [found[key]]
+                self.parameters[delta] = [present[key]]
 
-    def _find(self, delta: Delta) -> str | None:
+    def _target_key(self, delta: Delta) -> str | None:
         tied = self.places.in_base(delta.component, f"{delta.module}.weight") if delta.method == TOKENS else ""
         return self.places.key(delta.component, self._spellings(delta)) or self.ties.get(tied)
 
-    def _place(self, delta: Delta) -> bool:
-        """Puts the change where it goes; False where the base has no such place."""
-        key = self._find(delta)
+    def _apply(self, delta: Delta) -> bool:
+        """Applies a change to its tensor; False where the base has no such tensor."""
+        key = self._target_key(delta)
         if key is None:
             name = self.places.in_base(delta.component, delta.module) or delta.module
-            saved = any(f".{each}." in f".{delta.module}" for each in self.adapter.names("modules_to_save"))
-            if delta.method != WHOLE or not saved or name in self.made:
+            saved = any(f".{module}." in f".{delta.module}" for module in self.adapter.names("modules_to_save"))
+            if delta.method != WHOLE or not saved or name in self.merged:
                 return False
             self.added.append(name)
-            self.made[name] = delta.factors[""]
+            self.merged[name] = delta.factors[""]
             return True
         before, tied, is_twice = self.changed.get(key, ()), [key], False
-        if delta.method == TOKENS:  # PEFT writes them to tied weights, too; a change of one of these would be lost
-            tied = [each for each, value in self.tensors.items() if value.view == self.base[key].view]
-            is_twice = any(self.changed.get(each, before) != before for each in tied)
+        if delta.method == TOKENS:  # PEFT writes them to tied weights, too, where another change would be lost
+            tied = [name for name, value in self.tensors.items() if value.view == self.base[key].view]
+            is_twice = any(self.changed.get(name, before) != before for name in tied)
         expected = 1 if key in self.replaced else 0
         if is_twice or (delta.method != TOKENS and len(before) > expected):
             what = f"{self.name} changes {key} twice"
             raise Conflict(what, "Two of its modules map to one tensor. Nothing was written.")
         try:
-            self.made[key] = self._changed(key, delta)
+            self.merged[key] = self._changed_entry(key, delta)
         except Misfit as misfit:
             what = f"{self.name}: the change to {delta.module} is for {list(misfit.args[0])}, and "
             what += f"{key} of {self.base_name} is {list(self.base[key].shape)}"
@@ -149,24 +149,24 @@ class AdapterMerge:
             raise error.within(f"{self.name}: {delta.module}") from None
         before = () if delta.method == WHOLE else before
         self.replaced += [key] if delta.method == WHOLE else []
-        self.made |= dict.fromkeys(tied, self.made[key])
-        self.changed |= dict.fromkeys(tied, (*before, *(id(each.storage) for each in delta.factors.values())))
+        self.merged |= dict.fromkeys(tied, self.merged[key])
+        self.changed |= dict.fromkeys(tied, (*before, *(id(factor.storage) for factor in delta.factors.values())))
         return True
 
-    def _changed(self, key: str, delta: Delta) -> TensorEntry:
-        old, whole = self.tensors.get(key), delta.factors.get("")
-        if whole is not None and old is not None and old.dtype is whole.dtype and not old.dtype.is_float:
+    def _changed_entry(self, key: str, delta: Delta) -> TensorEntry:
+        old, replacement = self.tensors.get(key), delta.factors.get("")
+        if replacement is not None and old is not None and old.dtype is replacement.dtype and not old.dtype.is_float:
             weight = old  # a counter
         else:
-            value = self.made.get(key, self.base[key])
+            value = self.merged.get(key, self.base[key])
             if not isinstance(value, TensorEntry) or not value.dtype.is_float:
                 what = f"{self.base_name}: {key} is quantized, or not of a floating type"
                 raise Unsupported(what, "An adapter is added to plain weights. Nothing was written.")
             weight = value
-        if whole is not None:
-            if whole.shape != weight.shape:
-                raise Misfit(whole.shape)
-            return as_type(whole, weight)
+        if replacement is not None:
+            if replacement.shape != weight.shape:
+                raise Misfit(replacement.shape)
+            return as_type(replacement, weight)
         if delta.method == TOKENS:
             return with_rows(delta.factors["tokens"], self.adapter.tokens(delta.module), weight)
         return changed(
@@ -179,23 +179,23 @@ class AdapterMerge:
         )
 
     def _is_turned(self, key: str, delta: Delta) -> bool:
-        """True for a square weight that is [in, out]: told by others of the base or, experts, of the adapter; else by
-        the configuration, which PEFT writes for all layers at once, and for two kinds as the last one has it.
+        """True for a square weight that is [in, out]: told by others of the base or, for experts, of the adapter; else
+        by the configuration, which PEFT writes for all layers at once, and for two kinds as the last one needs it.
         """
         of_experts = delta in self.parameters and len(self.tensors[key].shape) == 3
-        in_attention = any(".base_layer.out_proj." in each for each in delta.keys.values())  # PEFT asks only it
+        in_attention = any(".base_layer.out_proj." in name for name in delta.keys.values())  # PEFT asks only the config
         votes = frozenset() if of_experts or in_attention else self.turns(key)
         if len(votes) != 1:
-            said = set() if of_experts else {bool(self.adapter.config.get("fan_in_fan_out"))}
-            if (votes or of_experts) and of_experts not in self.told:  # by the changes of weights that are not square
-                others = [each for each in self.adapter.products if "B" in each.factors and not each.embedding]
-                pairs = [(each, self.tensors.get(self._find(each) or "")) for each in others]
-                self.told[of_experts] = {
-                    each.factors["B"].shape[0] == other.shape[-1]
-                    for each, other in pairs
-                    if other is not None and len(other.shape) == 2 + of_experts and other.shape[-1] != other.shape[-2]
+            config_turn = set() if of_experts else {bool(self.adapter.config.get("fan_in_fan_out"))}
+            if (votes or of_experts) and of_experts not in self.adapter_turns:  # by changes of non-square weights
+                products = [other for other in self.adapter.products if "B" in other.factors and not other.embedding]
+                pairs = [(other, self.tensors.get(self._target_key(other) or "")) for other in products]
+                self.adapter_turns[of_experts] = {
+                    other.factors["B"].shape[0] == entry.shape[-1]
+                    for other, entry in pairs
+                    if entry is not None and len(entry.shape) == 2 + of_experts and entry.shape[-1] != entry.shape[-2]
                 }
-            votes = frozenset(said | self.told[of_experts] if votes or of_experts else said)
+            votes = frozenset(config_turn | self.adapter_turns[of_experts] if votes or of_experts else config_turn)
         if len(votes) != 1:
             what = f"{self.name}: {key} of {self.base_name} is square, [out, in] or [in, out]"
             raise Unsupported(what, "No other weights settle it. Nothing was written.")
@@ -207,17 +207,17 @@ class AdapterMerge:
         """Raises `NoMatch` where PEFT's configuration names modules that the adapter has nothing for."""
         config = self.adapter.config
         removed, added = self.places.prefixes.get("base_model.model.", ("", ""))
-        every = not any(config.get(field) for field in ("exclude_modules", "layers_to_transform", "layers_pattern"))
-        targets = config.get("target_modules")  # ends of names, or an expression for whole ones
-        ends = tuple(f".{each}" for each in self.adapter.names("target_modules"))
-        saved, done = self.adapter.names("modules_to_save"), {*self.changed, *self.added}
+        no_filter = not any(config.get(field) for field in ("exclude_modules", "layers_to_transform", "layers_pattern"))
+        targets = config.get("target_modules")  # ends of names, or an expression for whole names
+        ends = tuple(f".{end}" for end in self.adapter.names("target_modules"))
+        saved, handled = self.adapter.names("modules_to_save"), {*self.changed, *self.added}
         missing = []
         for key, value in self.tensors.items() if saved or targets else ():
-            if key in done or not key.startswith(added):
+            if key in handled or not key.startswith(added):
                 continue
             name = removed + key.removeprefix(added)
-            is_named = any(f".{each}." in f".{name}" for each in saved)
-            if not is_named and every and name.endswith(".weight") and len(value.shape) > 1:
+            is_named = any(f".{module}." in f".{name}" for module in saved)
+            if not is_named and no_filter and name.endswith(".weight") and len(value.shape) > 1:
                 module = name.removesuffix(".weight")
                 if isinstance(targets, str):
                     is_named = matches("target_modules", targets, module)
@@ -230,8 +230,8 @@ class AdapterMerge:
             raise NoMatch(what, "It is incomplete, or for another base. Nothing was written.")
 
     def _refuse_untied(self, is_unknown: bool) -> None:
-        """Raises `Conflict` where only one side of tied tensors is changed, or each in another way; `Unsupported` for a
-        changed embedding to which the configuration ties a head that is not known."""
+        """Raises `Conflict` where tied tensors are not all changed in the same way; `Unsupported` for a changed
+        embedding to which the configuration ties an unknown head."""
         if self.adapter.config.get("ensure_weight_tying"):
             is_unknown = False
         if embeddings := [name for name in self.changed if is_unknown and EMBEDDING.fullmatch(name)]:
@@ -246,26 +246,26 @@ class AdapterMerge:
             views.setdefault(value.view, []).append(key)
         for keys in views.values():
             if len(keys) > 1 and len({self.changed.get(key) for key in keys}) > 1:
-                one = next(key for key in keys if key in self.changed)
-                self._refuse_one_side(one, listed([key for key in keys if key != one]), apart)
+                changed_key = next(key for key in keys if key in self.changed)
+                self._refuse_one_side(changed_key, listed([key for key in keys if key != changed_key]), apart)
         of_storage: dict[int, list[str]] = {}
         for key, *_ in views.values():
             of_storage.setdefault(id(self.tensors[key].storage), []).append(key)
-        for keys in of_storage.values():  # another view of the same values: a head that is transposed
-            furthest = furthest_changed = (0, "")  # end so far, and whose it is
+        for keys in of_storage.values():  # other views of the same values, such as a transposed head
+            furthest = furthest_changed = (0, "")  # the end so far, and its tensor
             for (begin, end), key in sorted((self.tensors[key].span(), key) for key in keys if self.tensors[key].numel):
                 is_changed = key in self.changed
-                reach, other = furthest if is_changed else furthest_changed
+                reach, furthest_key = furthest if is_changed else furthest_changed
                 if begin < reach:
-                    self._refuse_one_side(*((key, other) if is_changed else (other, key)), apart)
+                    self._refuse_one_side(*((key, furthest_key) if is_changed else (furthest_key, key)), apart)
                 furthest = max(furthest, (end, key))
                 furthest_changed = max(furthest_changed, (end, key)) if is_changed else furthest_changed
-        changed = {self._find(delta) for delta in self.adapter.deltas if delta.method != TOKENS}
+        changed = {self._target_key(delta) for delta in self.adapter.deltas if delta.method != TOKENS}
         for name, source in {} if self.adapter.config.get("ensure_weight_tying") else self.ties.items():
             if source in changed and name not in self.tensors and name not in self.added:
                 fix = "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
                 self._refuse_one_side(source, f"{name} in the model", fix)
 
-    def _refuse_one_side(self, one: str, others: str, fix: str) -> None:
+    def _refuse_one_side(self, changed: str, unchanged: str, fix: str) -> None:
         why = "The adapter was trained with only one of them changed. Nothing was written."
-        raise Conflict(f"{self.name} changes {one}, which is tied to {others}", why, fix)
+        raise Conflict(f"{self.name} changes {changed}, which is tied to {unchanged}", why, fix)

@@ -124,7 +124,7 @@ def _refuse_gaps(steps: Sequence[Step], rules: Sequence[Rule]) -> None:
     families: dict[Any, dict[Any, tuple[Step, set[Values]]]] = {}
     matched = {(rule.place, rule.text, rule.old) for rule in (step.rule for step in steps)}
     for step in steps:
-        counted_by = _counted_by(step)
+        counted_by = _block_numbers(step)
         texts = tuple(sorted(step.groups.items() - counted_by.items()))
         family = families.setdefault((step.rule.group, *counted_by), {})
         family.setdefault((id(step.rule), texts), (step, set()))[1].add(tuple(counted_by.values()))
@@ -137,7 +137,7 @@ def _refuse_gaps(steps: Sequence[Step], rules: Sequence[Rule]) -> None:
                 all_values |= {(str(number),) for number in range(min(numbers), max(numbers))}
         for step, values in members:  # the names that some members of a family lack
             for lacking in sorted(all_values - values):
-                groups = {**step.groups, **dict(zip(_counted_by(step), lacking, strict=True))}
+                groups = {**step.groups, **dict(zip(_block_numbers(step), lacking, strict=True))}
                 names = [name.fill(groups) for name in step.rule.old if set(name.variables) <= set(groups)]
                 missing += names or [step.rule.text]
     stacked: dict[int, set[Overs]] = {}  # that the uses of a rule join: each use has all of them
@@ -159,7 +159,7 @@ def _refuse_gaps(steps: Sequence[Step], rules: Sequence[Rule]) -> None:
         raise NoMatch(what, "The layout has them, and so does the rest of the weights. Nothing was written.")
 
 
-def _counted_by(step: Step) -> dict[str, str]:
+def _block_numbers(step: Step) -> dict[str, str]:
     """The variables that number blocks: those with numbers, and `*`."""
     counters = {name: text for name, text in sorted(step.groups.items()) if text.isdigit() or not name.startswith("v_")}
     return {name: str(int(text)) if text.isascii() and text.isdigit() else text for name, text in counters.items()}
@@ -202,7 +202,7 @@ def _losses_of(plan: TranslatedRoot, back: Translation) -> Iterator[str]:
         yield f"{listed(lacking, 2)} would not be made"
     elif changed := [printable(key) for key, value in expected.items() if _tags(value) != _tags(undo.items[key])]:
         yield f"the device or requires_grad of {listed(changed, 2)}"
-    elif _ties(expected) != _ties({key: undo.items[key] for key in expected}):
+    elif _tied_keys(expected) != _tied_keys({key: undo.items[key] for key in expected}):
         yield "tensors that share a storage are written apart"
     elif list(expected) != [key for key in undo.items if key in expected]:
         yield "the order of the keys"
@@ -212,7 +212,7 @@ def _tags(value: Any) -> Any:
     return (value.location, value.flags[:2]) if isinstance(value, TensorEntry) else None
 
 
-def _ties(items: Mapping[Any, Any]) -> list[list[Any]]:
+def _tied_keys(items: Mapping[Any, Any]) -> list[list[Any]]:
     """The keys of tensors that share a storage, a list for each storage."""
     by_storage: dict[int, list[Any]] = {}
     for key, value in items.items():
@@ -250,7 +250,7 @@ def _translated_optimizer(
         if lacking := [key for key in step.keys if (key in by_name) != (first in by_name) or key not in keys]:
             what = f"{place} has state for {first} and none for {lacking[0]}"
             raise Conflict(what, "They become one parameter, half of whose moments would be invented.", WITHOUT)
-        state |= _slots(step, by_name, root, place) if first in by_name else {}
+        state |= _step_slots(step, by_name, root, place) if first in by_name else {}
     for key in keys:
         if renamed.setdefault(key, [key]) == [key] and key in by_name:
             state.setdefault(key, by_name[key])
@@ -270,7 +270,7 @@ def _translated_optimizer(
     return state_dict if is_named else Slots(state_dict, place).numbered()
 
 
-def _slots(step: Step, state: Mapping[str, Any], root: TranslatedRoot, place: str) -> dict[str, dict[Any, Any]]:
+def _step_slots(step: Step, state: Mapping[str, Any], root: TranslatedRoot, place: str) -> dict[str, dict[Any, Any]]:
     """The slots of the parameters that a step produces."""
     slots = [state[key] for key in step.keys]
     moving = tuple(op for op in step.rule.chain if op.name != "add")  # which changes only the weights

@@ -131,10 +131,10 @@ class TranslatedRoot:
         tensors, step.lost = after_chain(rule.chain, columns, self.scope.number(step.groups))
         for overs, entries in tensors.items():
             names = step.names(self.scope.lookup, overs)
-            for place, (name, entry) in enumerate(zip(names, entries, strict=True)):
-                if (overs, place) not in same:
-                    same[overs, place] = finished(entry, inputs)
-                yield name, same[overs, place]
+            for index, (name, entry) in enumerate(zip(names, entries, strict=True)):
+                if (overs, index) not in same:
+                    same[overs, index] = finished(entry, inputs)
+                yield name, same[overs, index]
 
 
 def plan_steps(
