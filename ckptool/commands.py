@@ -5,7 +5,7 @@
 
 From this come a command, its help and completion. A parameter without `option` or `argument` is Python's alone.
 
-    OutputExists(f"{path} exists already", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.")
+    OutputExists(f"{path} already exists", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.")
 
 A shell reads `Overwrite it: -f`, Python `Overwrite it: overwrite=True`. Both are made from the names that the verb's
 function has; a test holds them to its signature. File names are filled in by `analysis.findings`.
@@ -63,7 +63,7 @@ diff: Compare two checkpoints, in any containers. Exit 0: same. 1: they differ.
 verify: Read everything and report damage: checksums, headers, missing data. Exit 0: fine. 1: problems found.
 doctor: Explain why a checkpoint does not load, and what fixes it. Exit 1: something keeps it from loading.
 [look refuses]
-scan: List a folder's checkpoints, or what a file's pickles would call. Exit 1: damaged, or would run code.
+scan: List a folder's checkpoints (--latest-good: the newest), or a file's unsafe calls. Exit 1: damaged or unsafe.
 [look takes]
 report: Write an HTML page about checkpoints: contents, histograms, health, changes. Opens in any browser, offline.
 browse: Walk through a checkpoint in the terminal: its tree, values, histograms, and what differs in another.
@@ -73,11 +73,11 @@ add-module: Add 'module.' in front of the keys, as DataParallel does.
 rename: Rename keys by rules: rename model.pt 'blocks.{n}.* => layers.{n}.*' -o OUT. The first that matches wins.
 remap: Change the device that tensors were saved on, so that they load on this machine: --to cpu.
 cast: Convert the weights to another dtype (half the size: --dtype bf16), and report which values were rounded.
-edit: Drop entries and set plain values.
+edit: Drop entries (--drop optimizer) and set plain values (--set epoch=0).
 slim: Drop optimizer state and the unused bytes behind slices, and report what each saved.
-translate: Change tensors by rules: split, join, transpose, reorder and rename them. One layout becomes another.
+translate: Translate one library's layout into another's by rules: rename, split, join, transpose and reorder tensors.
 [change takes]
-convert: Convert between .pt, .dcp and .safetensors: one set of weights, or --all. From .pt to .pt: a compact file.
+convert: Convert between .pt, .safetensors, shards and .dcp: one set of weights, or --all. .pt to .pt: a compact file.
 [change refuses]
 recover: Salvage what is intact in a damaged file; undo an interrupted in-place edit. Exit 1: something is lost.
 [change changes]
@@ -88,16 +88,16 @@ unbundle: Write each member of a bundle to its own file, and bundle.json, which 
 average: Average the weights of several checkpoints, or merge models. Counters are copied from the last file.
 lora merge: Merge an adapter into its base, as PEFT's merge_and_unload does. Every key is used, or exit 1.
 lora extract: Write the difference of a fine-tuned model from its base as a low-rank adapter for PEFT.
-lora resize: Reduce the rank of an adapter by truncated SVD. Its scale stays.
+lora resize: Reduce the rank of an adapter by truncated SVD. Its scale is kept.
 lora convert: Rename an adapter's keys for another library; its factors stay as they are.
 [use takes]
-warm-start: Show which weights of a checkpoint fit a model; -o writes them under the model's keys. Exit 1: refused.
+warm-start: Show what of a checkpoint fits a new model or head; -o writes it under the model's keys. Exit 1: refused.
 spec: Write a model's names, shapes, types and ties (-o model.spec.json), for warm-start without torch.
 [use]
 train: Train a model from a configuration. Exit 130, 143: stopped by a signal, after saving.
 resume: Resume a run from its newest intact checkpoint. Exit 3: there are checkpoints, but none is intact.
 eval: Evaluate a checkpoint of a run; nothing is written to it.
-prove: Prove that a run killed anywhere ends with the same bytes as one that was not. Exit 1: it does not.
+prove: Prove that a run killed anywhere ends with the same bytes as an unbroken one. Exit 1: it does not.
 [use refuses]
 plot: Draw a run's loss, learning rate and metrics over its steps, even while it is training.
 prune: Delete the checkpoints of a run that its configuration does not keep: never the newest, never the best.
@@ -321,7 +321,7 @@ def for_python(function: Any) -> Any:
     lines = [f"{each.name}: {re.sub('--[a-z-]+', lambda f: names.get(f[0], f[0]), each.option.help)}" for each in typed]
     declared = inspect.signature(function, eval_str=True).parameters.values()
     lines += [param.annotation.__doc__ or "" for param in declared if hasattr(param.annotation, "__required_keys__")]
-    called.__module__ = "ckptool"  # where processes that it is sent to find it
+    called.__module__ = "ckptool"  # where processes that it is pickled to find it
     called.__doc__ = "\n    ".join([(function.__doc__ or "").rstrip() + "\n", *lines, ""])
     return called
 
@@ -350,7 +350,7 @@ def _check_of_types(function: Any, kinds: Mapping[str, Any], typed: Iterable[Par
             raise UsageError(problem, "Its keys have to be strings.")
         for item in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(item, os.PathLike) and not isinstance(_fspath_of(item), str):
-                raise UsageError(f"{problem}, which is no path in text", "Give a string, or a path that is one.")
+                raise UsageError(f"{problem}, whose path is not a string", "Give a string, or a path that is one.")
 
     return check
 
@@ -358,7 +358,7 @@ def _check_of_types(function: Any, kinds: Mapping[str, Any], typed: Iterable[Par
 def _fspath_of(path: os.PathLike[Any]) -> Any:
     try:
         return os.fspath(path)
-    except TypeError:  # it gives neither text nor bytes
+    except TypeError:  # it returns neither text nor bytes
         return None
 
 

@@ -29,7 +29,7 @@ class CkptoolError(Exception):
 
     code = "error"
     exit_code = 2
-    meaning = ""  # why, where a raise does not say more
+    meaning = ""  # `why`, where the raise does not give one
     what: str
     why: str
     fix: str
@@ -58,7 +58,7 @@ class CkptoolError(Exception):
         """Fills in the slots of its commands: a slot called NAME becomes `words[NAME]`."""
         for name, text in list(vars(self).items()):
             if isinstance(text, Text) and text.parts:
-                program = ("ckptool",)  # options that stand alone are about another file
+                program = ("ckptool",)  # options without a command are about another file
                 parts = (
                     part.with_words(words) if isinstance(part, Command) and part[:1] == program else part
                     for part in text.parts
@@ -118,7 +118,7 @@ class MissingKey(UsageError, KeyError):
         self.fix = printable(f"Did you mean {meant}?") if meant else ""
         if len(longer) > 1 and not dotted:
             only = Command(("--only", f"{name}.*"), f"only={f'{name}.*'!r}")
-            self.fix = escaped(f"{self.fix} All {len(longer):,} that begin so, where a command takes it: {only}")
+            self.fix = escaped(f"{self.fix} For all {len(longer):,} that begin so, if the command has it: {only}")
         return self.why if attribute == "why" else self.fix
 
 
@@ -155,7 +155,7 @@ class NotAFolder(FileProblem, NotADirectoryError):
 
 
 class BrokenLink(FileProblem, FileNotFoundError, code="broken-link"):
-    """The name is a link, and what it leads to is not there."""
+    """The name is a link whose target does not exist."""
 
 
 class FileChanged(FileProblem, code="file-changed"):
@@ -192,8 +192,8 @@ class BadTensor(Corrupt, code="bad-tensor"):
     """A tensor's shape, strides or offset do not fit its storage."""
 
 
-class Ambiguous(CkptoolError, code="ambiguous", why="Some readers would see one thing in it, some another."):
-    """Two readers of this file would see two different things."""
+class Ambiguous(CkptoolError, code="ambiguous", why="Different readers would see different things in it."):
+    """Different programs would read different things from this file."""
 
 
 _TOO_MUCH = "No real checkpoint has so much of it; the file is probably malicious."
@@ -311,14 +311,14 @@ def printable(text: str) -> str:
         return text
     if _MARKED.search(text):
         return str(Text(text))
-    # As Python's `unicode_escape`, which is a module that there may be no more room to import.
+    # As Python's `unicode_escape`, a module that may no longer be importable where memory has run out.
     return text.translate({ord(char): repr(char)[1:-1] for char in set(text) if not char.isprintable()})
 
 
 # A command or option in a text is held apart by this until the text enters an error; no name in a file can have it.
 _MARK = f"\ue000{os.urandom(8).hex()}"
 _MARKED = re.compile(rf"{_MARK}\((.*?){_MARK}\)", re.DOTALL)
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # as a terminal is told them
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # as terminals read them
 
 
 class Slot(str):

@@ -132,7 +132,7 @@ def test_a_layout_is_one_file_and_one_line(tmp_path: Path) -> None:
     joined = torch.load(tmp_path / "joined.pt")
     assert list(joined) == list(whole) and all(torch.equal(joined[name], whole[name]) for name in whole)
     (folder / "rows_1_of_3.pt").rename(folder / "rows_3_of_3.pt")
-    assert "beyond the 3" in run("inspect", "saved", code=2)
+    assert "in excess of the 3" in run("inspect", "saved", code=2)
     (folder / "rows_3_of_3.pt").unlink()
     assert "lacks the files of 1 rank of 3: rank 1" in run("inspect", "saved", code=2)
 

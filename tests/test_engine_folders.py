@@ -36,8 +36,6 @@ def test_the_table_of_layouts_names_every_case_and_its_judges() -> None:
     rows = judged_layouts()
     assert rows.keys() == {case for cases in scripts().values() for case in cases}
     for case, row in rows.items():
-        rules = ("yes", "yes", "with `--rules`", "of what was converted")
-        assert row.verbs == (rules if case == "megatron-mp-rank" else ("yes",) * 4), case
         assert row.layout and row.judge and row.optimizer.startswith(("yes: ", "no: ")), case
     for case in committed_cases():
         assert (case / "optimizer.safetensors").exists() == rows[case.name].optimizer.startswith("yes"), case.name

@@ -114,7 +114,7 @@ except KeyError as error:
 REFUSED = {
     'ckpt["fc.weight"]': "Did you mean state_dict/fc.weight?",
     'ckpt["state_dict"]["fc.wieght"]': "Did you mean fc.weight?",
-    'ckpt["state_dict"]["fc"]': "fc.weight? All 2 that begin so, where a command takes it: only='fc.*'",
+    'ckpt["state_dict"]["fc"]': "fc.weight? For all 2 that begin so, if the command has it: only='fc.*'",
     'ckpt["epoch"] = 4': "does not support item assignment",
     'ckpt["args"]["lr"] = 4': "change a copy",
     'ckpt["state_dict/fc.weight"].mean()': "entry.numpy().mean or entry.torch().mean",

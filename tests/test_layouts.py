@@ -131,7 +131,7 @@ def test_one_key_too_many_or_missing(name: str, tmp_path: Path) -> None:
         if name == "bert-gamma":  # which takes every key along
             ckptool.translate(other, out=tmp_path / f"{file.stem}.out.safetensors", rules_file=name)
         else:
-            assert "no rule takes 1 key: a.surplus.key" in refused(other, name).what
+            assert "no rule matches 1 key: a.surplus.key" in refused(other, name).what
         keys = [key for key in sorted(weights) if not MAY_BE_MISSING.get(name, re.compile("$")).search(key)]
         for key in random.Random(name).sample(keys, min(TRIED, len(keys))):
             save_file({each: value for each, value in weights.items() if each != key}, other)
@@ -190,7 +190,7 @@ def test_a_side_that_was_not_asked_for(tmp_path: Path) -> None:
 def test_wrappers_are_named(prefix: str, tmp_path: Path) -> None:
     save_file({prefix + key: value for key, value in weights_of("vit-timm").items()}, tmp_path / "m.safetensors")
     error = refused(tmp_path / "m.safetensors", "vit-timm")
-    assert "the keys begin with what a wrapper adds" in error.what and "ckptool strip-module" in str(error.fix)
+    assert "the keys begin with a wrapper's prefix" in error.what and "ckptool strip-module" in str(error.fix)
 
 
 # nanoGPT -------------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_masks_are_no_parameters_and_weights_alone_need_no_optimizer(tmp_path: P
     assert "moments of 1 optimizer" in run(*args, tmp_path / "hf.pt").out
     done = run(*args, f"{tmp_path / 'hf'}/")
     assert done.code == 0 and "left out (the input keeps it): optimizer" in done.out and "moments" not in done.out, done
-    assert "tied to a tensor that is there: lm_head.weight" in done.out
+    assert "as tied to one that is there: lm_head.weight" in done.out
     back = ckptool.translate(tmp_path / "hf", out=tmp_path / "back.pt", rules_file="gpt2-nanogpt")
     assert back.facts["not_reversible"] == []
 

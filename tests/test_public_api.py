@@ -258,7 +258,7 @@ def test_an_error_of_ours_is_not_told_in_the_words_of_another(tmp_path: Path) ->
     """Where a standard error is caught, and made one of ours, such an error itself stays what it is."""
     file = saved({"w": torch.ones(2)}, tmp_path / "a.pt")
     (tmp_path / "made.pt").touch()
-    with pytest.raises(FileExistsError, match="exists already") as raised:
+    with pytest.raises(FileExistsError, match="already exists") as raised:
         ckptool.convert(file, tmp_path / "made.pt")
     assert (raised.value.errno, type(raised.value).__name__) == (errno.EEXIST, "OutputExists")
     for call in (

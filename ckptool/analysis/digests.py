@@ -36,7 +36,7 @@ from ckptool.formats import PathLike
 
 SCHEMA = "ckptool.digests/1"
 MAX_FILE = 512 << 20
-# Views may show a byte many times over: so much more than what is stored is read for their sake.
+# Views may show a byte many times: for them, so much more than what is stored is read.
 _FREE_BYTES = 256 << 20
 _TIMES_STORED = 4
 _THREADS, _BATCH = 2, 64
@@ -94,11 +94,11 @@ def tensor_digests(root: Any, pairs: Sequence[tuple[Path, Tensor]]) -> list[Tens
     """The digests of these tensors of a tree, in their order. Contiguous data in a file is read by two threads.
     Raises `LimitExceeded` where views show far more than is stored."""
     allowance = readable_bytes(root)
-    views: dict[Any, Tensor] = {}  # what shows the same bytes in the same way is read once
+    views: dict[Any, Tensor] = {}  # tensors that are the same view are read once
     for path, tensor in pairs:
         allowance -= tensor.nbytes
         if allowance < 0:
-            what = f"{address(path)} shows {tensor.nbytes:,} bytes, far more than is stored"
+            what = f"{address(path)} shows {tensor.nbytes:,} bytes, far more than are stored"
             why = "A digest covers every value of a tensor; an expanded one repeats a few stored values endlessly."
             raise LimitExceeded(what, why, f"Name another part: {arg(at=ADDRESS)}")
         views[_view(tensor)] = tensor
@@ -112,7 +112,7 @@ def tensor_digests(root: Any, pairs: Sequence[tuple[Path, Tensor]]) -> list[Tens
         digests = {key: tensor_digest(tensor) for key, tensor in views.items() if key not in batched}
         digests |= zip(plain, (digest for batch in digest_batches for digest in batch), strict=True)
     rows = []
-    for path, tensor in pairs:  # of what is no plain tensor, its kind before the type of its elements
+    for path, tensor in pairs:  # a composite has its kind before its element type
         dtype = tensor.dtype.name if tensor.dtype else "?"
         dtype = dtype if isinstance(tensor, TensorEntry) else f"{tensor.kind} {dtype}"
         keys = [_key_json(segment) for segment in path]
@@ -192,15 +192,15 @@ def read_digests(file: PathLike) -> Digests:
     covers all of it."""
     source = Source(file)
     if source.size > MAX_FILE:
-        raise LimitExceeded(f"{source}: {source.size:,} bytes of digests", f"At most {MAX_FILE:,} are read.")
+        raise LimitExceeded(f"{source}: {source.size:,} bytes of digests", f"ckptool reads at most {MAX_FILE:,}.")
     record: Any = None
     schema: str | None = None
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         record = json.loads(source.read(0, source.size))
         schema = str(record["schema"])[:60]
     if schema != SCHEMA:
-        what = f"{source} is not a file of digests, or is one of another version"
-        why = f"Its schema is {schema}, and not {SCHEMA}." if schema else "It is not a JSON object with a schema."
+        what = f"{source} is not a file of digests, or has an unsupported version"
+        why = f"Its schema is {schema}, not {SCHEMA}." if schema else "It is not a JSON object with a `schema`."
         raise Unsupported(what, why, f"Create one: {command('verify', FILE, write_digest=Slot('DIGESTS'))}")
     with suppress(ValueError, KeyError, TypeError):
         rows = map(TensorDigest._make, record["tensors"])

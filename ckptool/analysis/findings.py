@@ -50,14 +50,14 @@ class Chain:
         self.at = at
         self.steps: list[Fix] = []
         self._taken: set[str] = set()
-        self._suffix: str | None = None  # of what was written last, where that is another than the input's
+        self._suffix: str | None = None  # of the last output, where that differs from the input's
 
     def fill(self, command: Command) -> Command:
         """The command for the file as the commands before left it; for a checkpoint in memory, the command itself."""
         words, output, place = list[str](), "", ""
         for word in command:
             if isinstance(word, Slot) and word.startswith("OUT"):
-                suffix = self._suffix_of(words[2]) if command[1] == "recover" else ""  # of a file, maybe in a folder
+                suffix = self._suffix_of(words[2]) if command[1] == "recover" else ""  # of a file, perhaps in a folder
                 word = output = self._free_name(word[3:] or suffix or None)
             elif isinstance(word, Slot) and word.startswith("FILE"):
                 place = "/".join(part for part in (self.at, word.partition("#")[2]) if part)
@@ -80,14 +80,14 @@ class Chain:
         self._suffix = suffix or self._suffix
         path = self.original or "checkpoint"
         name = os.path.basename(path)
-        if is_url(path):  # a name here; of `runs/` and `.` one beside the folder
+        if is_url(path):  # a name in the working directory; for `runs/` and `.` one beside the folder
             path = os.path.basename(path.rstrip("/"))
         elif name in ("", ".", ".."):
             path = os.path.normpath(path)
             is_above = os.path.basename(path) in (".", "..")
             path = os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path)))) if is_above else path
         stem, ending = parted(path)[0], self._suffix_of(path)
-        ending = "" if ending.endswith(".index.json") else ending  # what is written for an index is a folder
+        ending = "" if ending.endswith(".index.json") else ending  # the output for an index is a folder
         ending = ending if self._suffix is None else self._suffix
         stem += ".fixed" if ending else "-fixed"  # which is no suffix
         names = (f"{stem}{number if number > 1 else ''}{ending}" for number in count(1))
@@ -197,7 +197,7 @@ class Diagnosis(Report):
     def told(self) -> Told:
         yield (bold(self.file or "in memory"), f": {self.is_a}") if self.is_a else None
         if not self.findings:
-            yield green("found nothing that would keep it from loading")
+            yield green("nothing found that would keep it from loading")
             yield "To check these names and shapes against a model: --against MODEL" if not self.against else None
         number = count(1)
         for finding in self.findings:
@@ -212,7 +212,7 @@ class Diagnosis(Report):
             yield f"  {finding.advice}" if finding.advice else None
         if self.at_once:
             yield ""
-            yield "All of it in one pass: ", cyan(self.at_once)
+            yield "All in one pass: ", cyan(self.at_once)
         if self.unread:
             yield ""
             yield "Only names, shapes and tables were read, not the tensors' data: ", cyan(self.unread)
@@ -275,7 +275,7 @@ def in_order(findings: Iterable[Finding], compact: Command | None, chain: Chain)
 
 MAX_TEXT = 100_000  # characters of a message that are looked at
 UNKNOWN = "unknown-error"
-LOOK = "Look at the file instead: "
+LOOK = "Examine the file instead: "
 
 _SHORT = {
     "<begin>": r"\A(?:(?!missing key)(?s:.))*missing key\(s\) in state_dict:\s*",  # once, however often it is there
@@ -334,10 +334,10 @@ def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = Non
         return Diagnosis(file, "", (finding.filled(Chain(file)),))
     finding = replace(error.finding, says=first_line(text, error), commands=error.commands(text))
     if devices is not None and finding.code in ("cuda-location", "device-location", "gpu-memory"):
-        what = f"{file or 'the checkpoint'} was saved on {listed(devices, 3) or 'the CPU alone'}"
+        what = f"{file or 'the checkpoint'} was saved on {listed(devices, 3) or 'the CPU'}"
         finding = replace(finding, what=f"{finding.what} {what}.")
         device_kind = (re.findall(r"(?i)\b(?:cuda|mps|xpu|hpu|npu)\b", text) or [""])[0].lower()
         if finding.code != "gpu-memory" and not any(device.startswith(device_kind) for device in devices):
-            what += ": the message is of another file, or the code asks for the device. Name the file that it loads."
+            what += ": the message is about another file, or the code asks for that device. Name the file it loads."
             finding = replace(finding, what=what, commands=(), advised=(), certain=False, advice="")
     return Diagnosis(file, "", (finding.filled(Chain(file)),))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 WASTE_WORTH_A_NOTE = 1 << 16
 MAX_ENTRIES = 50_000  # plain values that are listed one by one
-SHORT = 8  # a container of so many plain values is listed wherever it stands
+SHORT = 8  # a container of at most so many plain values is listed in each of its places
 NAMES = 56  # columns for names of the outline; longer ones push their line to the right
 ENGINE = ("engine", "ranks", "step")  # of the metadata
 STATISTICS = ("count", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs")
@@ -165,7 +165,7 @@ class Listing(Report):
         self,
         *,
         all: Annotated[bool, option("--all", "Every tensor and entry, one line each.")] = False,
-        depth: Annotated[int | None, option("--depth N", "Levels of the outline; else all that fit.", least=0)] = None,
+        depth: Annotated[int | None, option("--depth N", "Levels of the outline (or all that fit).", least=0)] = None,
         quiet: Annotated[bool, option("-q --quiet", "Only addresses, one a line; of a run, its checkpoints.")] = False,
     ) -> Told:
         entries = [row for row in self.entries if not row.repeated]
@@ -306,7 +306,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     roots = [replace(root, path=base + root.path) for root in roots] if base else roots
     modules = {root.path: root for root in roots if root.module is not None}
     owner, renamed = owners(modules.values()), list[TensorRow]()
-    for row in rows if modules else ():  # those of whole modules under the names of their state dicts
+    for row in rows if modules else ():  # rows of whole modules get the names of their state dicts
         if (place := owner(row.path)) is None:
             renamed.append(row)
         elif (root := modules.pop(place, None)) is not None:  # its first row
@@ -409,11 +409,11 @@ def _notes(checkpoint: Checkpoint, roots: Sequence[StateDict], rows: Sequence[Te
     if sum(wasted) >= WASTE_WORTH_A_NOTE:
         where = f"{size(sum(wasted))} in {counted(len(wasted), 'storage')}"
         fix = command("slim", FILE, keep_optimizer=True, out=OUT)
-        yield Note("wasted-storage", f"{where} are used by no tensor: slices, saved without .clone()", fix)
+        yield Note("wasted-storage", f"{where} belong to no tensor: slices, saved without .clone()", fix)
     if any(root.is_model and " adapter, " in root.detail for root in roots):
         trained_on = (config_beside(checkpoint, ADAPTER) or {}).get("base_model_name_or_path")
         whose = f"of {str(trained_on)[:200]}" if trained_on else "of a model"
-        yield Note("adapter", f"changes to the weights {whose}, which lora merge adds to them")
+        yield Note("adapter", f"changes to the weights {whose}; lora merge adds them")
     # Optimizer state of parameters in none of its groups: loading fails, or gives it to another parameter.
     for root in (root for root in roots if root.kind == OPTIMIZER):
         state = root.node["state"]
@@ -429,7 +429,7 @@ def _notes(checkpoint: Checkpoint, roots: Sequence[StateDict], rows: Sequence[Te
     arrays = state_dicts.array_state_dicts(checkpoint.tree) if not any(root.is_model for root in roots) else []
     if arrays:
         places = listed([f"{root.detail} at {root.address or 'the top'}" for root in arrays], 3)
-        message = f"{places}: no tensors yet, but convert and diff take them for weights"
+        message = f"{places}: not tensors, but convert and diff treat them as weights"
         convert = command("convert", FILE, out=OUT_SAFETENSORS) if len(arrays) == 1 else ()
         yield Note(NUMPY, message, convert)
     yield from checkpoint.notes
@@ -461,7 +461,7 @@ def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
     if unread := unjudged(checkpoint):
         shown = listed(unread, 4)
         what = counted(len(unread), "file begins like a pickle", "files begin like pickles")
-        yield Note("not-judged", f"{what} and could not be read, so nobody knows what loading would run: {shown}")
+        yield Note("not-judged", f"{what} but cannot be read, so what loading would run is unknown: {shown}")
     yield from custom_notes(checkpoint)
 
 
@@ -476,8 +476,8 @@ def _naming_notes(roots: Sequence[StateDict]) -> Iterator[Note]:
         if not kinds:
             continue
         with_module = sum(count for kind, count in kinds.items() if "module" in kind.split("."))
-        partial = partial or 0 < with_module < len(names)  # the command is one for all roots
-        collide = collide or len({*map(without_wrappers, names)}) < len(names)  # then no command does it
+        partial = partial or 0 < with_module < len(names)  # one command for all roots
+        collide = collide or len({*map(without_wrappers, names)}) < len(names)  # then no command can
         wrapped = sum(kinds.values())
         where = f"{wrapped:,} of {counted(len(names), 'key')} of {root.address or 'the file'}"
         prefixes = listed([f"'{kind}'" for kind in sorted(kinds)])

@@ -40,7 +40,7 @@ def refuse_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], report: LoadRe
     if not quant:
         return
     tensors = {key: value.view for key, value in node.items() if isinstance(value, (TensorEntry, Composite))}
-    from ckptool.analysis.warm_start import AS_IT_IS  # which no other of these needs
+    from ckptool.analysis.warm_start import AS_IT_IS  # which the other functions do not need
 
     views = {tensors[fact.source] for fact in report.loaded if fact.how == AS_IT_IS}
     loaded = {key for key, view in tensors.items() if view in views}
@@ -55,7 +55,7 @@ def refuse_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], report: LoadRe
 def _refusal(checkpoint: Checkpoint, quant: Quantized, action: str) -> Unsupported:
     fix = command("cast", input_of(checkpoint.source), dtype="bf16", dequantize=True, out=_output_slot(checkpoint))
     what = f"{checkpoint.source or 'the checkpoint'} is quantized: {listed([*quant.lines(), *quant.problems], 3)}"
-    why = f"{action} without their scales, its codes would be wrong weights. Nothing was written."
+    why = f"{action} without their scales, its codes would become wrong weights. Nothing was written."
     return Unsupported(what, why, "" if quant.problems else f"Compute the weights: {fix}")
 
 
@@ -70,7 +70,7 @@ def quantized_notes(checkpoint: Checkpoint, roots: Sequence[StateDict]) -> Itera
             facts = [weight.facts for weight in quant.weights if "forms" in weight.facts]
             # With zero points that are not all the same, only the configuration says what they stand for.
             unsettled = any(not fact["forms"] and fact["symmetric"] is not True for fact in facts)
-            need = ["config.json says how their zero points are stored, and has to be beside it"] * unsettled
+            need = ["how their zero points are stored is in config.json, which has to be beside it"] * unsettled
             yield Note("quantized", "; ".join([*quant.lines(), *need]), () if quant.problems or need else fix)
         if quant.problems:
             yield Note("quantized-unknown", listed(quant.problems, 4))

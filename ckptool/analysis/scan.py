@@ -136,10 +136,10 @@ class ScannedFile:
             only = refused if WEIGHTS_ONLY in self.notes else "functions of torch and plain data only"
             yield *head, green("nothing in it would run"), f": {only}"
         elif all(call.is_custom for call in self.calls):
-            needs = ", which loading with pickle imports and creates; ckptool runs none of it"
+            needs = ", which pickle imports and creates on loading; ckptool runs none of it"
             yield *head, yellow("it needs classes of its own"), needs
         else:
-            yield *head, red("loading it with pickle would run unknown code"), "; ckptool runs none of it"
+            yield *head, red("loading it with pickle would call unknown code"), "; ckptool runs none of it"
         rows = []
         for call in self.calls:
             times = f" ({counted(call.count, 'time')})" if call.count > len(call.places) else ""
@@ -222,7 +222,7 @@ class Scan(Report):
             wrong = [f"{self._relative(file)} ({file.state})" for file in self.files if file.is_wrong]
             yield f"not good: {listed(wrong, 6)}" if wrong and len(self.files) > MANY else None
         if not self.full and any(file.is_good for file in self.files):
-            data = "the data was not compared with its checksums (--full does)"
+            data = "data checksums were not verified (--full does)"
             yield dim(f"good: tables and structure are whole; {data}")
         for what, is_custom in (("would run unknown code", False), ("needs classes of its own", True)):
             calls = [(file, [call for call in file.calls if call.is_custom is is_custom]) for file in self.files]
@@ -259,11 +259,11 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
                 rows.append(_damaged_row(file, error))
             except Exception as bug:  # noqa: BLE001 (whatever goes wrong in one file says nothing about the others)
                 what = f"ckptool could not judge it ({type(bug).__name__}: {bug!s})"
-                why = "That is a bug in ckptool; nothing is known of the file."
+                why = "That is a bug in ckptool; it says nothing about the file."
                 rows.append(_damaged_row(file, Corrupt(what, why)))
     for row in [row for row in rows if not (files[row.path] or row.calls)]:
         source = Source(row.path) if row.state in ("corrupt", "truncated") else None
-        if source is None or not reaches_a_call(FileRange(source, 0, source.size)):  # before the damage
+        if source is None or not reaches_a_call(FileRange(source, 0, source.size)):  # that is, before the damage
             rows.remove(row)
     # The newest good one by step where every one has it, else by epoch, else by time: a copy or a download changes
     # times. Of two of the same step, the one that holds more: kinds of contents and members, then bytes.
@@ -353,7 +353,7 @@ def _file_row(full: bool, path: str) -> ScannedFile:
     if part is not None and not part.is_complete:
         state, problem = PART, f"{part.label}: {part.meaning}"
     elif members.BESIDE_WEIGHTS.fullmatch(os.path.basename(path)) and not is_model:
-        state, problem = MEMBER, "belongs beside weights, and is not a checkpoint by itself"
+        state, problem = MEMBER, "belongs to weights, and is not a checkpoint by itself"
     else:
         notes = [*marks.recovered_notes(checkpoint.metadata), *(n for n in contents.notes if n.code == UNSAFE)]
         state, problem = (notes[0].code, notes[0].message) if notes else (GOOD, "")

@@ -135,14 +135,14 @@ def is_spec(raw: bytes) -> bool:
 def of_spec(raw: bytes, name: str) -> Target:
     """The target that a spec describes. name: the file, for messages.
     Raises `Unsupported` for a spec of another version, `Corrupt` for one that contradicts itself."""
-    meaning = "It is not what ckptool spec writes."
+    meaning = "It was not written by ckptool spec."
     remake = command("spec", Slot("TARGET"), out=FILE)
     try:
         facts = parse_object(raw, name)
     except Corrupt as error:
         raise Corrupt(error.what, error.why, f"Make it again: {remake}") from None
     if (schema := facts.get("schema")) != SPEC_SCHEMA + SPEC_VERSION:
-        what = f"{name} is a spec of another version: {str(schema)[:60]}"
+        what = f"{name} is a spec of an unsupported version: {str(schema)[:60]}"
         why = f"This ckptool reads {SPEC_SCHEMA}{SPEC_VERSION}."
         raise Unsupported(what, why, f"Make it again with this version: {remake}")
     for section in ("tensors", "ties"):
@@ -159,7 +159,7 @@ def of_spec(raw: bytes, name: str) -> Target:
         if kind not in (PARAMETER, BUFFER):
             raise Corrupt(f"{where} is neither a parameter nor a buffer")
         if entry_name in tensors:
-            raise Corrupt(f"{name} has {entry_name!r} twice", "A state dict has each name once.")
+            raise Corrupt(f"{name} has {entry_name!r} twice", "Names in a state dict are unique.")
         try:
             tensors[entry_name] = Expected(entry_name, by_name(dtype if type(dtype) is str else ""), tuple(shape), kind)
         except KeyError:
@@ -167,13 +167,13 @@ def of_spec(raw: bytes, name: str) -> Target:
     for names in facts["ties"]:
         are_known = isinstance(names, list) and all(type(text) is str and text in tensors for text in names)
         if not are_known or len(names) < 2:
-            raise Corrupt(f"{name} ties names that it does not have", meaning)
+            raise Corrupt(f"{name} ties names that it does not list", meaning)
         first = tensors[names[0]]
         for tied in names[1:]:
             other = tensors[tied]
             agrees = (other.dtype, other.shape) == (first.dtype, first.shape)
             if not agrees or other.tied_to or first.tied_to or tied == first.name:
-                raise Corrupt(f"{name}: {tied} cannot be the same tensor as {first.name}")
+                raise Corrupt(f"{name}: {tied} cannot be tied to {first.name}")
             tensors[tied] = replace(other, tied_to=first.name)
     return Target(name, SPEC, tensors, kinds_known=facts.get("kinds") == STATED)
 

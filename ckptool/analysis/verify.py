@@ -162,11 +162,11 @@ class Verification(Report):
         elif not self.fine:
             verdict = (yellow("intact, but see below" if self.part else "whole, but see below"),)
         else:
-            only = "fine" if self.part and self.part.is_complete else "fine, but only a part"
+            only = "fine" if self.part and self.part.is_complete else "fine, but only part of a checkpoint"
             verdict = (green(f"{only}: {self.part.label}" if self.part and self.part.label else "fine"),)
         yield bold(self.file or "in memory"), ": ", *verdict, f" ({', '.join(facts)})"
         if self.checksums == NONE and self.container:
-            yield "  no checksums stored: damage to the data cannot be noticed, only what is missing or misplaced"
+            yield "  no checksums stored: damage to the data cannot be detected, only what is missing or misplaced"
         yield from problem_lines(self.problems)
         if self.non_finite:
             rows = [
@@ -178,7 +178,7 @@ class Verification(Report):
         elif self.non_finite is not None and not self.unsearched:
             yield "  all values are finite"
         elif self.non_finite is None and self.fine:
-            yield "  NaN and Inf were not looked for (--finite)"
+            yield "  not searched for NaN and Inf (--finite)"
         yield f"  not searched for NaN: {listed(self.unsearched, 5)}" if self.unsearched else None
         yield f"  {self.digest.remark}" if self.digest is not None and self.digest.remark else None
         yield f"  digests kept in {self.written}" if self.written else None
@@ -186,7 +186,7 @@ class Verification(Report):
             count = counted(len(self.digest.tensors), "tensor")
             yield f"  same as {self.against.file}: {count}, by their digests"
         elif self.against is not None:
-            yield bold(f"not as in {self.against.file}")
+            yield bold(f"different from {self.against.file}")
             changed = [f"differs: {name} ({how})" for name, how in self.against.differing]
             missing, new = self.against.missing, self.against.new
             for names in (changed, [f"missing: {name}" for name in missing], [f"new: {name}" for name in new]):
@@ -203,7 +203,7 @@ class Verification(Report):
 def problem_lines(problems: Iterable[Problem]) -> Told:
     """What is wrong, with the tensors concerned: the first of a kind, and how many others there are."""
     groups: dict[tuple[str, str] | int, list[Problem]] = {}
-    for number, problem in enumerate(problems):  # a cut loses hundreds of records for one reason
+    for number, problem in enumerate(problems):  # a truncated file loses hundreds of records for one reason
         groups.setdefault((problem.code, problem.why) if problem.code == "lost" else number, []).append(problem)
     for group in list(groups.values())[:SHOWN]:
         first = group[0]
@@ -229,7 +229,7 @@ def verified(
         checkpoint = input if isinstance(input, Checkpoint) else formats.read_source(input)
     except _DAMAGE as error:
         if isinstance(input, Checkpoint) or (isinstance(input, Folder) and len(sharded.checkpoints_in(input)) > 1):
-            raise  # none of them was looked at, so none is called damaged
+            raise  # none of them was read, so none is called damaged
         return _damaged_report(input, error), None
     source = checkpoint.source if isinstance(input, Checkpoint) else input
     part = checkpoint if at is None else part_of(checkpoint, at)
@@ -253,7 +253,7 @@ def _verify_data(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -
     # A file that was recovered is not what was once written, whatever its checksums say.
     recovered = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
     for note in marks.recovered_notes(checkpoint.metadata):
-        why, places = "It is not the file that was written.", (*recovered["filled"], *recovered["lost"])
+        why, places = "It is not the file that the digest describes.", (*recovered["filled"], *recovered["lost"])
         problems.append(Problem(note.code, note.message, why, tensors=places))
     count = sum(1 for _ in storages(checkpoint.tree))
     extents = {extent} if count else set()
@@ -275,12 +275,12 @@ def _verify_data(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -
     part = checkpoint.part
     if folder is not None and not problems and part and part.kind is PartKind.MEMBERS and not part.is_complete:
         what = f"{folder} has {part.label}: {part.meaning}"
-        problems.append(Problem(CODE, what, "Its own list of files names more."))
+        problems.append(Problem(CODE, what, "Its own list of files names more files."))
     path = source.path if source is not None else ""
     notes = [note for note in checkpoint.notes if note.code in _SAID]
     if checkpoint.untied:
         what = f"no step is recorded in {listed(checkpoint.untied, 3)}"
-        notes.append(Note("not-provable", f"nothing shows whether all files are of one step: {what}"))
+        notes.append(Note("not-provable", f"nothing shows whether all files come from the same step: {what}"))
     return Verification(
         file=f"{path}#{address(checkpoint.base)}" if checkpoint.base else path,
         container=checkpoint.container,
@@ -426,8 +426,8 @@ def refuse_damaged(checkpoint: Checkpoint) -> None:
     first, names = problems[0], [name for problem in problems for name in problem.tensors]
     detail = f", the data of {listed(names, 3)}" if names else ""
     what = f"{checkpoint.source or 'the checkpoint'} is damaged: {first.what}{detail}"
-    why = "Its bytes changed after they were written, and anything made from them would be damaged too."
-    raise Corrupt(what, why, f"See all of it: {command('verify', input_of(checkpoint.source))}")
+    why = "Its bytes changed after they were written; anything made from them would be damaged, too."
+    raise Corrupt(what, why, f"See all damage: {command('verify', input_of(checkpoint.source))}")
 
 
 def check_archive(archive: Archive, tree: Any) -> list[Problem]:
@@ -453,7 +453,7 @@ def check_archive(archive: Archive, tree: Any) -> list[Problem]:
     owners: dict[int, list[str]] = defaultdict(list)  # the addresses of the tensors in each record, by its id
     by_data = {id(record.data): id(record) for record in records if record.is_used}
     starts = [start + record.data_at for record in records]
-    for place, storage in _storages_by_address(tree) if not is_intact else ():  # a walk past every name
+    for place, storage in _storages_by_address(tree) if not is_intact else ():  # it walks past every name
         data = storage.data
         owner = by_data.get(id(data))
         if owner is None and isinstance(data, FileRange) and data.file is file:
@@ -477,7 +477,7 @@ def _sum_problem(
     if isinstance(total, CkptoolError):
         yield problem_of(total, *location)
     elif total != stored:
-        why = "Its bytes changed after they were written, or its checksum did: a bad disk, memory or copy."
+        why = "Its bytes or its checksum changed after they were written: bad disk, memory or copy."
         yield Problem("checksum", mismatch(name, stored, total), why, *location)
 
 

@@ -124,17 +124,17 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LoadReport(Report):
-    """All that loading `source` into `target` does, name by name.
+    """What loading `source` into `target` does, name by name.
 
     root: the address of the weights.  loaded: what is loaded, each tensor once.
     missing: names of the target that are not loaded.  unexpected: names that only the checkpoint has.
-    excluded: names of the target that were not to be loaded.  elements, total: of the target's values, each tensor
-    once.  share: of the target's values that are loaded.
-    normalised: what was done to names and shapes unasked.
+    excluded: names left out by `only` and `exclude`.  elements, total: of the target's values, each tensor once.
+    share: of the target's values that are loaded.
+    normalised: what was changed about names and shapes without being asked.
     suggestions: rules that would make more of it fit.  refused: why the plan is not accepted; empty where it is.
     taken: names whose values come from the target, where a file was written.  output: that file.
     rules_file: where the suggestions were written to.  applied: it was done.
-    supplied: names that an older torch did not save, and that torch gives a value of its own.
+    supplied: names that an older torch did not save; torch fills them in.
     """
 
     schema = "warm_start/2"
@@ -215,7 +215,7 @@ class LoadReport(Report):
         casts: dict[str, list[str]] = {}  # each pair of types, and what that does to values
         for cast in self.dtype_changes:
             loss = "values overflow" if cast.overflowed else "values are rounded"
-            loss = "values may be rounded (too many to read)" if cast.exact is None else loss
+            loss = "values may be rounded (too many to check)" if cast.exact is None else loss
             loss = "no value changes" if cast.exact else loss
             casts.setdefault(f"{cast.old.name} → {cast.new.name}, {loss}", []).append(cast.target)
         # A line for each group of names that differ in the same way, with their sources where these have other names.
@@ -261,7 +261,7 @@ def refusal(report: LoadReport, refusals: Sequence[Refusal] | None = None) -> Pl
     """The error with the reasons why a plan is not carried out."""
     reasons = list(report.refused if refusals is None else refusals)
     outcome = "was loaded" if report.applied else "was not loaded"
-    after = "It was done already; nothing was undone." if report.applied else "Nothing was changed."
+    after = "It was loaded all the same." if report.applied else "Nothing was changed."
     error = PlanRefused(
         f"{report.source} {outcome} into {report.target}{', but' if report.applied else ':'} {reasons[0].what}",
         " ".join([after, *(f"Also: {reason.what}." for reason in reasons[1:])]),
@@ -289,7 +289,7 @@ def unmet(report: LoadReport, min_loaded: float | None, missing: str | Sequence[
     refusals = []
     least = checked_share(min_loaded)
     if least is not None and report.share < least:
-        what = f"{percent(report.share)} of the target's values are loaded, and {percent(least)} were asked for"
+        what = f"{percent(report.share)} of the target's values are loaded, and {percent(least)} were required"
         refusals.append(Refusal("min-loaded", what))
     if missing is not None:
         allowed = [matcher(pattern) for pattern in several(missing)]
@@ -305,9 +305,9 @@ def little(report: LoadReport, expected: int, fix: str) -> list[Refusal]:
     if not better and 2 * report.elements >= expected:
         return []
     share = f"only {percent(report.elements / max(1, expected))} of the values asked for are loaded"
-    what = f"{share}{', and the rules suggested would load more' if better else ''}"
+    what = f"{share}{', and the suggested rules would load more' if better else ''}"
     least = int(report.share * 10_000) / 10_000 or 0
-    return [Refusal("min-loaded", what, f"{fix}; accept it as it is: {arg(min_loaded=least)}")]
+    return [Refusal("min-loaded", what, f"{fix}; accept it as is: {arg(min_loaded=least)}")]
 
 
 def not_loaded(report: LoadReport) -> list[str]:

@@ -16,5 +16,5 @@ try:  # first of all: the modules of this package assume it
 except ImportError as error:
     is_missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
     what = "torch is not installed" if is_missing else f"torch cannot be imported: {error}"
-    why = "Only torch's own tensors need it; everything else in ckptool works without it."
+    why = "Only torch tensors need it; everything else in ckptool works without."
     raise MissingExtra(what, why, "pip install 'ckptool[torch]'") from error

@@ -96,7 +96,7 @@ class TorchReader(LiveReader):
         elif node.nbytes and (self.dtypes[key] or _BYTES) is not (dtype or _BYTES):
             names = [kind.torch if kind else "an untyped storage" for kind in (self.dtypes[key], dtype)]
             what = f"two tensors view one storage as {names[0]} and as {names[1]}"
-            why = "A torch file gives each storage one type; torch.save refuses this too."
+            why = "In a torch file each storage has one type; torch.save refuses this, too."
             raise Conflict(what, why, "Save a copy of one of them: tensor.clone()")
         return StorageRef(node, dtype)
 

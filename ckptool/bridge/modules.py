@@ -59,8 +59,8 @@ def unwrapped(model: nn.Module, averages: bool = False) -> nn.Module:
         inner: Any = None
         if type(model).__name__ == "FullyShardedDataParallel":
             what = "a model wrapped in FSDP holds only shards of its tensors on each rank"
-            why = "Its names and shapes are not the model's."
-            raise Unsupported(what, why, "Load before it is wrapped; or use torch.distributed.checkpoint")
+            why = "Those names and shapes are not the model's."
+            raise Unsupported(what, why, "Load before wrapping it; or use torch.distributed.checkpoint")
         if isinstance(model, _WRAPPERS) or (averages and isinstance(model, swa_utils.AveragedModel)):
             inner = model.module
         elif type(model).__name__ == "OptimizedModule":
@@ -84,8 +84,8 @@ def _expected(tensors: Mapping[str, torch.Tensor], is_module: bool) -> dict[str,
     """The tensors that a model expects. Raises `Unsupported` for those that only their own code can fill."""
     odd = [f"{name} ({type(tensor).__name__})" for name, tensor in tensors.items() if type(tensor) not in _PLAIN]
     if odd:
-        what = f"the model has tensors that are not plain: {listed(odd)}"
-        why = "Sharded, quantized and lazy tensors are filled by their own code."
+        what = f"the model has tensors that are not plain tensors: {listed(odd)}"
+        why = "Sharded, quantized and lazy tensors need their own code to fill them."
         raise Unsupported(what, why, "Load before the model is sharded or quantized; run a lazy model once on a batch")
     first_names: dict[Any, str] = {}
     expected = {}
@@ -158,21 +158,21 @@ def load_into(
 ) -> LoadReport:
     """Loads what fits of a checkpoint into a live model, all of the plan or nothing, and reports it name by name.
 
-    checkpoint: a path, `FILE#ADDRESS`, an open file, a state dict, a module, or what `ckptool.open` gave; the tensors
-    of a file are mapped, not read into memory.  at: the weights in it, where there are several.
+    checkpoint: a path, `FILE#ADDRESS`, an open file, a state dict, a module, or what `ckptool.open` returned; the
+    tensors of a file are mapped, not read into memory.  at: the weights in it, where there are several.
     rename, rules_file: rules `OLD => NEW` for its keys.  only, exclude: patterns for names of the model.
     on_mismatch: `error` or `skip`, for other shapes.  resize: to compute the model's, as `PATTERN=HOW` for names of the
     model: `pos_embed=bicubic(cls=1)`.  min_loaded: the share of the model's values, 0 to 1, that must load; by default
     half (not counting what `only`, `exclude` and skipped shapes leave out), and no less than the suggested rules would
     load.  missing: patterns for the only names that may be missing.  strict: no missing and no unexpected names.
     assign: put new tensors in place of the model's instead of copying into them; by default where those are on the meta
-    device.  dry_run: only the report, with its `refused`.  part: load also a part of a checkpoint: a rank's share, one
+    device.  dry_run: only the report, with its `refused`.  part: accept a part of a checkpoint: a rank's share, one
     shard. Raises `PlanRefused` (with its `report`) and what opening raises; then nothing of the model has changed.
     """
     options = match_options(rename, rules_file, only, exclude, missing, resize, on_mismatch, min_loaded, strict)
     if not isinstance(model, nn.Module):
         what = f"load_into was given {type(model).__name__}, not a torch.nn.Module"
-        why = "It loads into an existing model, which comes first: ckptool.load_into(model, FILE)"
+        why = "The model comes first: ckptool.load_into(model, FILE)"
         raise UsageError(what, why, "To get a checkpoint's values without a model: ckptool.load(FILE)")
     bare = unwrapped(model)
     slots = _model_slots(bare)
@@ -230,7 +230,7 @@ def _live_refusals(
     tensors = {name: choice.tensor for name, choice in chosen.items()}
     odd = [f"{printable(name)} ({tensor.kind})" for name, tensor in tensors.items() if isinstance(tensor, Composite)]
     if odd:
-        what = f"tensors in the checkpoint that are not plain: {listed(odd)}"
+        what = f"tensors in the checkpoint that are not plain tensors: {listed(odd)}"
         yield Refusal("kind-mismatch", what, "Leave them out: exclude=[…]")
     written = {name: slots[name].tensor for name in chosen if assign is not True and name not in on_meta}
     repeated = {

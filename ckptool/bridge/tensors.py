@@ -70,7 +70,7 @@ class Storages:
 
     def __init__(self, map_location: Any, map_files: bool) -> None:
         if untyped._guards.detect_fake_mode(None) is not None:
-            what, why = "nothing is loaded under torch's FakeTensorMode", "Its tensors have no bytes."
+            what, why = "nothing is loaded under torch's FakeTensorMode", "Fake tensors have no data."
             raise Unsupported(what, why, "Load it outside that mode; for shapes alone: map_location='meta'")
         self.map_location, self.map_files = map_location, map_files
         self.device: torch.device | None = None
@@ -141,7 +141,7 @@ def _read(data: Data, crc: int | None) -> torch.UntypedStorage:
         storage: torch.UntypedStorage = untyped.UntypedStorage(data.length)
     except (RuntimeError, MemoryError) as error:
         what = f"a storage of {data.length:,} bytes does not fit into memory"
-        raise LimitExceeded(what, "So much memory is not free.", "Choose a part of the file: FILE#ADDRESS") from error
+        raise LimitExceeded(what, "Not enough memory is free.", "Choose a part of the file: FILE#ADDRESS") from error
     if not data.length:
         return storage
     memory, total = memoryview(cast(Any, _bytes_of(storage).numpy())), Crc(expected=crc, name=name_of(data))
@@ -260,7 +260,7 @@ def _with_attributes(builder: Builder, tensor: Any, state: Any = None) -> Any:
     states = [part for part in (state if type(state) is tuple else (state,)) if isinstance(part, dict)]
     attributes = [(key, value) for part in states for key, value in part.items()]
     if any(type(key) is not str or key.startswith("__") for key, _ in attributes):
-        what, why = "a tensor with attributes that have no plain names", "Setting them could change what it is."
+        what, why = "a tensor whose attribute names are not identifiers", "They could change what it is."
         raise Corrupt(what, why)
 
     def later(of: Of) -> None:
@@ -276,7 +276,7 @@ def _jagged(builder: Builder, node: Any, arguments: dict[str, Any]) -> Any:
     cache = arguments.get("_metadata_cache") or {}
     tensors, options = {"values", "offsets", "lengths"}, {"_ragged_idx", "_metadata_cache", "requires_grad"}
     if not isinstance(cache, dict) or not set(arguments) <= tensors | options:
-        return builder.refuse(node, "a jagged nested tensor with arguments that torch does not write")
+        return builder.refuse(node, "a jagged nested tensor with arguments that torch never writes")
     parts = {name: _without_attributes(arguments[name]) for name in arguments if name in tensors}
 
     def make(*built: Any) -> Any:
@@ -377,7 +377,7 @@ def _check_nested(buffer: torch.Tensor, sizes: torch.Tensor, strides: torch.Tens
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         if 0 not in size and last >= buffer.numel():
             elements = counted(buffer.numel(), "element")
-            raise BadTensor(f"a part of shape {size} of a nested tensor lies outside of its {elements}")
+            raise BadTensor(f"a part of shape {size} of a nested tensor lies outside its {elements}")
 
 
 _REBUILD: dict[str, Callable[..., Any]] = {

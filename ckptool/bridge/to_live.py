@@ -84,7 +84,7 @@ class Builder:
         self.mapper.handlers = {}  # they refer to this builder; now its last use frees it, and the tensors
         if not is_own:
             thrown = uses(self.checkpoint.discarded)
-            self.unknown += [(None, f"{use.name}, which is {use.how} and thrown away") for use in thrown]
+            self.unknown += [(None, f"{use.name}, which is {use.how} and discarded") for use in thrown]
             if not self.unknown and (use := next(uses(self.checkpoint.tree), None)):
                 self.unknown.append((None, f"{use.name} at {address(use.path) or 'the top'}"))
         if self.unknown:
@@ -110,8 +110,8 @@ class Builder:
             elif any(root.module is not None for root in find_state_dicts(self.checkpoint)):
                 advice = f"Take its weights: {command('convert', part, out=OUT_SAFETENSORS)}. "
         what = f"{part if source else 'the checkpoint'} holds {listed(names)}"
-        why = "Loading these would run code that the file names; ckptool does not run it."
-        return UnsafeObject(what, why, f"{advice}See what is there: {command('inspect', input_of(source))}")
+        why = "Loading these would run code that the file names; ckptool does not."
+        return UnsafeObject(what, why, f"{advice}See what is in it: {command('inspect', input_of(source))}")
 
     def refuse(self, node: Any, name: str) -> Unknown:
         """A stand-in for a node that is not made, whose name is noted for the refusal."""
@@ -251,7 +251,7 @@ def object_of(builder: Builder, node: Object) -> Any:
         return builder.guarded(node, lambda: getattr(torch.nn.parameter, node.fn.name)(*args))
     is_torch = type(node.fn) is Global and node.fn in BUILDERS and node.fn.module.startswith("torch")
     if is_torch and node.state is MISSING:
-        return builder.refuse(node, f"a call of {node.name} with arguments that torch does not write")
+        return builder.refuse(node, f"a call of {node.name} with arguments that torch never writes")
     value = expand(node)
     if value is node:
         return builder.refuse(node, f"an object of {node.name}{' with other contents than it writes' if word else ''}")

@@ -36,7 +36,7 @@ def import_user_code(name: str, what: str) -> Any:
         raise
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name and place.split(".")[0] == error.name:
-            raise UsageError(f"{what}: there is no module {place}", "It was given as your own code.") from error
+            raise UsageError(f"{what}: there is no module {place}", "It was taken for code of your own.") from error
         raise _failure(what, name, error) from error
     if not hasattr(module, attribute):
         public = sorted(member for member in vars(module) if not member.startswith("_"))
@@ -64,8 +64,8 @@ def _from_file(place: str, what: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not os.path.isfile(place):
         if os.path.exists(place):
-            raise UsageError(f"{what}: {place} is not a file", "Code is read from a regular file.", "Name a file.")
-        raise UsageError(f"{what}: there is no file {place}", "It was given as your own code.")
+            raise UsageError(f"{what}: {place} is not a file", "Code has to be in a regular file.", "Name a file.")
+        raise UsageError(f"{what}: there is no file {place}", "It was taken for code of your own.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # workers find its classes by this name
     sys.path.insert(0, folder)
@@ -123,5 +123,5 @@ def _failure(what: str, name: str, error: BaseException) -> UserCodeFailed:
         TextLines(*"".join(traceback.format_exception(type(error), error, trace)).rstrip().split("\n")),
         "The error is in your own code, not in ckptool."
         if names_code(name)
-        else "It does not fit what it was given: check the data, the model and their args.",
+        else "It was called with something it does not expect: check the data, the model and their args.",
     )

@@ -100,7 +100,7 @@ class Storage:
     """A block of bytes that tensors are views of. Compared by identity: sharing a storage is being tied.
 
     location: torch's tag, `cpu` or `cuda:0`.  crc: CRC-32 of the bytes as the container recorded it, else None.
-    replicas: the same as others saved it, which nothing but a check of their files reads.
+    replicas: copies that other ranks saved; only a check of their files reads them.
     intact: the bytes were compared with the checksum and match; noted by `blocks.verify`.
     """
 
@@ -307,11 +307,11 @@ class StorageRef:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Composite(ArrayLike):
-    """A tensor that is made of others: quantized, sparse, nested, a subclass, one with attributes, one without data.
+    """A tensor made of others: quantized, sparse, nested, a subclass, with attributes, or without data.
 
-    made: the rebuild call, kept whole and written back as it was.  kind: what it is, for people.
+    made: the rebuild call, written back unchanged.  kind: what it is, for display.
     `shape` and `dtype` are those of the tensor as a whole; None where only torch could say.
-    build: makes the composite of other arguments of that call; `NotImplemented` where they make none.
+    build: makes the composite from new arguments of that call; `NotImplemented` where they form none.
     found: its parts, once its file is decoded; until then its arguments may still be filled.
     """
 
@@ -340,7 +340,7 @@ class Composite(ArrayLike):
         """The composite of the same call with other arguments (storages, …). Raises `BadTensor` if there is none."""
         value = self.build(args)
         if not isinstance(value, Composite):
-            raise BadTensor(f"{self.made.name}: its arguments no longer make a tensor")
+            raise BadTensor(f"{self.made.name}: its arguments no longer form a tensor")
         value.made.live = self.made.live
         return value
 
@@ -422,19 +422,19 @@ def _trees() -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)  # at run time, too
 class Checkpoint:
-    """An opened checkpoint: a mapping of what is at its top (`ckpt["epoch"]`), and of addresses
-    (`ckpt["state_dict/fc.weight"]`). Immutable, and so is what it gives.
+    """An opened checkpoint: a mapping of its top level (`ckpt["epoch"]`) and of addresses
+    (`ckpt["state_dict/fc.weight"]`). Immutable, and so is what it returns.
 
     tree: the values.  container: the format's name (`torch-zip`, `safetensors`).
-    metadata: what the container says beside the tree.  source: the file it was read from, if any.
-    origin: what its format remembers of that file in order to write it back; nobody else looks at it.
-    memory: of what was read from no file, the objects (see `formats.in_memory`).
-    discarded: what the file makes or imports beside the tree and is not inert; it would run, so it is shown.
+    metadata: the container's own, beside the tree.  source: the file it was read from, if any.
+    origin: what its format needs to write that file back; private to it.
+    memory: the objects it was made from, if it was not read from a file (see `formats.in_memory`).
+    discarded: calls and imports outside the tree that are not inert: loading would run them, so they are shown.
     tensors_only: the container has names, types, shapes and values, and no way to say more (device, order, ties, …).
     extras: what the file holds besides (a program's code and constants), by name, made when asked for: shown, not
     listed, not written.
-    part: of what it is only a part; None for a whole checkpoint (see `formats.folder`, which decides).
-    base: of a part of a file, the path that leads to it.  untied: files of a folder that no step ties to the others.
+    part: which part of a checkpoint it is; None for a whole one (see `formats.folder`, which decides).
+    base: the path of a part within its file.  untied: files of a folder that no step ties to the others.
     """
 
     tree: Any
@@ -510,7 +510,7 @@ class Checkpoint:
         tensors: dict[str, Tensor] = {}
         for path, tensor in _trees().tensors(self._top()):
             if tensors.setdefault(name := _trees().address(path), tensor) is not tensor:
-                raise Ambiguous(f"{name} is the address of two tensors", "Their keys read the same.")
+                raise Ambiguous(f"{name} is the address of two tensors", "Their keys look the same.")
         return tensors
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ def swapped(storage: Storage, dtype: DType | None) -> Data:
     one."""
     if dtype is None:
         what = "an untyped storage in a big-endian file"
-        raise Unsupported(what, "The size of its elements is not recorded, so their bytes cannot be swapped.")
+        raise Unsupported(what, "The size of its elements is not recorded, so its bytes cannot be swapped.")
     if dtype.itemsize == 1:
         return storage.data
     width = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize

@@ -31,7 +31,7 @@ def fill(data: Data, offset: int, buffer: memoryview) -> None:
     while missing := len(buffer) - filled:
         part = data.read(offset + filled, min(BLOCK, missing)) if view is None else view(offset + filled, missing)
         if not part:
-            raise Corrupt(f"{data.length:,} bytes were expected, {offset + filled:,} came")
+            raise Corrupt(f"{data.length:,} bytes were expected, {offset + filled:,} arrived")
         buffer[filled : filled + len(part)] = part
         filled += len(part)
 

@@ -345,5 +345,5 @@ def through(values: Array, dtype: DType) -> Array:
 def packed(dtype: DType) -> Unsupported:
     """The refusal to compute with a type that numpy has no numbers for."""
     what = f"{dtype.torch} has no numpy type"
-    why = "Its values are packed or known to torch only, so they cannot be computed with here."
+    why = "Its values are packed, or a type that only torch has, so numpy cannot compute with them."
     return Unsupported(what, why, "Use the entry's .torch() (pip install 'ckptool[torch]') or its raw .bytes().")

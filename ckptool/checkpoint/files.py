@@ -119,8 +119,8 @@ class Source:
         if kind == "a folder":
             raise is_a_folder(self)
         if kind:
-            why = "A checkpoint is read in many places, which a pipe or device does not allow."
-            raise UsageError(f"{self} is {kind}, not a regular file", why, "Write it to a file first, and name that.")
+            why = "Reading a checkpoint takes random access, which a pipe or device does not allow."
+            raise UsageError(f"{self} is {kind}, not a regular file", why, "Write it to a file first.")
         self.size = status.st_size - begin
         self._identity: tuple[Any, ...] = _identity(status)
 
@@ -247,15 +247,15 @@ class Source:
 
 def file_changed(path: str) -> FileChanged:
     """The error for a file that somebody else changed while it was read."""
-    why = "Another process wrote to it or cut it short; nothing was written."
-    fix = "Run the command again when the other process is done."
+    why = "Another process wrote to it or truncated it; nothing was written."
+    fix = "Run the command again when that process is done."
     return FileChanged(f"{path} changed while it was being read", why, fix)
 
 
 def is_a_folder(source: Source) -> NotACheckpoint:
     """The error for a folder in the place of a file."""
     what, fix = f"{source} is a folder, not a checkpoint file", f"Name the file: {other_program('ls', source.path)}"
-    return NotACheckpoint(what, "ckptool looked for one file of tensors.", fix)
+    return NotACheckpoint(what, "A single file of tensors is needed here.", fix)
 
 
 def open_regular(path: str | os.PathLike[str], what: str) -> int:
@@ -265,11 +265,11 @@ def open_regular(path: str | os.PathLike[str], what: str) -> int:
     `UsageError` for a folder, a pipe or a device.
     """
     if is_url(path):
-        raise UsageError(f"{os.fspath(path)} is a URL, not {what}", "It is read from this machine.", "Fetch it first.")
+        raise UsageError(f"{os.fspath(path)} is a URL, not {what}", "It has to be on this machine.", "Fetch it first.")
     fd, kind, _ = open_descriptor(os.fspath(path))
     if kind:
         os.close(fd)
-        why = "Only a regular file is read here: anything else might never end."
+        why = "Only a regular file can be read here: anything else might never end."
         raise UsageError(f"{os.fspath(path)} is {kind}, not {what}", why, "Name a file.")
     return fd
 
@@ -297,7 +297,7 @@ def read_json(path: str | os.PathLike[str], what: str, limit: int) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         what = f"{os.fspath(path)} is not JSON: {str(error)[:100]}"
-        raise Corrupt(what, "It was cut off, or never fully written.") from None
+        raise Corrupt(what, "It is truncated, or was never written completely.") from None
 
 
 def json_or_none(path: str | os.PathLike[str], limit: int) -> Any:

@@ -245,7 +245,7 @@ class GraphMapper:
                 if type(part) in SCALARS or id(part) in self.results:
                     continue
                 if id(part) in ancestors:
-                    what = "a value that contains itself in a way that cannot be built"
+                    what = "a value that contains itself in an impossible way"
                     raise Corrupt(what, "No program writes this; the file is probably malicious.")
                 result = self.handled(part)
                 if type(result) is FromParts:

@@ -335,7 +335,7 @@ def array_type(node: Any, depth: int = 0, seen: dict[int, ArrayType] | None = No
     if state is MISSING:
         return ArrayType(code, "|" if size == 1 or kind in "SV" else "<", size)
     if state[2] is not None:
-        raise Unsupported("a numpy type of nested arrays")
+        raise Unsupported("a numpy type of nested arrays", "Only numbers, strings, dates, bytes and records are read.")
     names, fields = state[3] or (), state[4]
     parts = tuple((name, array_type(fields[name][0], depth + 1, seen), fields[name][1]) for name in names)
     element = ArrayType(code, "<" if state[1] == "=" else state[1], size, parts, _unit(state) if kind in "mM" else None)

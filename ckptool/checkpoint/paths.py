@@ -38,7 +38,7 @@ KINDS: dict[int | None, tuple[type[FileProblem], str]] = {
     errno.EISDIR: (IsAFolder, ""),
     errno.EACCES: (NoPermission, _NO_PERMISSION),
     errno.EPERM: (NoPermission, _NO_PERMISSION),
-    errno.ENOTDIR: (NotAFolder, "A part of the path is a file, not a folder."),
+    errno.ENOTDIR: (NotAFolder, "Part of the path is a file, not a folder."),
     errno.ELOOP: (FileProblem, "The name is a link that leads to itself."),
     errno.ENAMETOOLONG: (FileProblem, "The name is longer than this file system allows."),
     errno.EROFS: (FileProblem, "The file system is mounted read-only."),
@@ -64,20 +64,20 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
     if os.path.lexists(name) or (is_url(name) and not writing):
         return None
     if not name:
-        return FileMissing("the name of a file is empty", "In a shell, perhaps a variable is not set.")
+        return FileMissing("the file name is empty", "Perhaps a shell variable is not set.")
     if name == "-":
         what = f"- stands for standard {'output' if writing else 'input'}, which is not a file"
-        why = "A checkpoint is read in many places, and is named when it is complete; a stream allows neither."
+        why = "Checkpoints need random access and a name for the finished file; a stream has neither."
         fix = f"Name a file: {arg(out=FILE)}" if writing else "Save it first: cat > FILE; then name FILE"
         return FileProblem(what, why, fix)
     scheme = re.match("([A-Za-z][A-Za-z0-9+.-]+):/{1,2}", name)
     if scheme is None:
         return None
     if is_url(name):
-        what, why = (f"{name} is not on this machine", "It is written to bit by bit, which takes a local folder.")
+        what, why = (f"{name} is not on this machine", "A run is written step by step, which takes a local folder.")
         return FileMissing(what, why, "Write to a local folder, then upload it.").about(errno.ENOENT, name)
     if not name[scheme.end() :].strip("/"):
-        return FileProblem(f"{name} names no file", "It stands after the slashes: hf://org/repo/model.safetensors")
+        return FileProblem(f"{name} names no file", "Put it after the slashes: hf://org/repo/model.safetensors")
     what, why = f"{name} is not a file on this machine", "A URL has two slashes; pathlib keeps only one."
     return FileMissing(what, why, f"Name it as {scheme[1]}://{name[scheme.end() :]}").about(errno.ENOENT, name)
 
@@ -94,22 +94,22 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
         missing = FileMissing(f"cannot {doing} {name}: {os.strerror(number)}", "Nothing is at this URL.")
         return missing.about(number, path)
     if number == errno.ENOENT and os.path.islink(path):
-        what = f"cannot {doing} {name}: it is a link to {os.readlink(path)}, which is not there"
-        why = "Hubs keep files as links into a cache: what it led to was deleted, not copied along, or is elsewhere."
-        fix = f"See where it leads: {other_program('ls -l', name)}; then download the file again, or copy with cp -L."
+        what = f"cannot {doing} {name}: it is a link to {os.readlink(path)}, which does not exist"
+        why = "Hubs keep files as links into a cache: its target was deleted, not copied along, or is elsewhere."
+        fix = f"See its target: {other_program('ls -l', name)}; then download the file again, or copy with cp -L."
         return BrokenLink(what, why, fix).about(number, path)
     reason = os.strerror(number) if number else str(error)
     kind, why = KINDS.get(number, (FileProblem, ""))
     fix = ""
     if "null byte" in reason:
-        why = "No file can have such a name."
+        why = "File names cannot contain that."
     elif number == errno.ENOENT:
         folder = os.path.dirname(absolute(path))
         why, fix = "No such file.", f"There is no folder {folder} either."
         if os.path.isdir(folder):
             import difflib
 
-            why, names = "Its folder has nothing by that name.", list[str]()
+            why, names = "There is no such name in its folder.", list[str]()
             with suppress(OSError), os.scandir(folder) as entries:
                 names = [entry.name for entry in islice(entries, MANY_NAMES)]
             if close := difflib.get_close_matches(os.fsdecode(os.path.basename(path)), names, 1, 0.75):
@@ -125,13 +125,13 @@ def absolute(path: str | os.PathLike[str]) -> str:
     if is_url(path):
         return os.fspath(path)
     if "\0" in os.fspath(path):
-        raise FileProblem(f"cannot use {os.fspath(path)}: it has a NUL character", "No file can have such a name.")
+        raise FileProblem(f"cannot use {os.fspath(path)}: it has a NUL character", "File names cannot contain that.")
     try:
         return os.path.abspath(path)
     except OSError as error:
         what = f"cannot find {os.fspath(path)}: the working directory is gone"
-        why = "The folder that this was started in has been removed, or replaced by another of the same name."
-        raise FileProblem(what, why, 'Enter it again: cd "$PWD"; or use absolute paths.') from error
+        why = "The current folder was removed, or replaced by a new one of the same name."
+        raise FileProblem(what, why, 'Change to it again: cd "$PWD"; or use absolute paths.') from error
 
 
 _INNER_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".th", ".pkl", ".safetensors", ".index")
@@ -199,7 +199,7 @@ def matcher(pattern: str) -> Matcher:
             expression = re.compile(pattern[3:])
         except re.error as error:
             what = f"{pattern!r} is not a regular expression: {error}"
-            raise UsageError(what, "It is what stands after re:.") from None
+            raise UsageError(what, "The expression is what follows re:.") from None
         return lambda key: expression.search(key) is not None
     compiled = re.compile(fnmatch.translate(pattern))
     return lambda key: compiled.match(key) is not None
@@ -213,7 +213,7 @@ def selected(keys: Iterable[str], only: Sequence[str] = (), exclude: Sequence[st
     keys = list(keys)
     matches = {pattern: list(filter(matcher(pattern), keys)) for pattern in (*only, *exclude)}
     if unmatched := [pattern for pattern in matches if not matches[pattern]]:
-        why = "Patterns match whole keys (`*` matches dots, too); a part of a file is named as FILE#ADDRESS."
+        why = "Patterns match whole keys (`*` matches dots, too); for a part of a file, use FILE#ADDRESS."
         fix = f"See the keys: {command('inspect', FILE, all=True)}"
         raise NoMatch(f"the pattern {unmatched[0]!r} matches no key", why, fix)
     chosen = {key for pattern in only for key in matches[pattern]} if only else set(keys)
@@ -232,7 +232,7 @@ def match_within_limit(pattern: re.Pattern[str], key: str) -> bool:
 
     def expired(number: int, frame: object) -> NoReturn:
         what = f"the pattern {pattern.pattern!r} was still being tried on {key[:60]!r} after {LIMIT:g} seconds"
-        raise Unsupported(what, "Nested repeats can match in exponentially many ways. Nothing was written.")
+        raise Unsupported(what, "Nested quantifiers can match in exponentially many ways. Nothing was written.")
 
     previous_handler = signal.signal(signal.SIGVTALRM, expired)
     try:

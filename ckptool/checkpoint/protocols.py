@@ -58,7 +58,7 @@ class ArrayLike:
 
     def __array__(self: Any, dtype: Any = None, copy: bool | None = None) -> Any:
         if copy is False:
-            raise ValueError("an array of values that are in a file is a copy of them: copy=False cannot be")
+            raise ValueError("an array of values that are in a file is a copy of them: copy=False is impossible")
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 

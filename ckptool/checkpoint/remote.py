@@ -196,7 +196,7 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
                 async for block in answer.content.iter_any():
                     blocks.append(block)
                     if (length := length + len(block)) > stop - start:
-                        raise _no_ranges(url, f"It was asked for {stop - start:,} bytes, and sent more.")
+                        raise _no_ranges(url, f"It was asked for {stop - start:,} bytes, but sent more.")
                 return Served(b"".join(blocks), int(size) if full_size is None else full_size, tag, when)
             if status in (404, 410):
                 raise file_problem(FileNotFoundError(ENOENT, ""), url, "read")
@@ -209,15 +209,15 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
     except ValueError as error:  # of the URL, or of one that it is redirected to
         raise UsageError(f"cannot use {url}", f"No web server is asked for that: {foreign(str(error))}") from error
     except TooManyRedirects as error:
-        raise FileProblem(f"cannot read {url}: its server sends one from redirect to redirect") from error
+        raise FileProblem(f"cannot read {url}: too many redirects") from error
     except ClientPayloadError as error:
-        raise _Again("its answer was cut short") from error
+        raise _Again("the response was cut short") from error
     except (ClientError, asyncio.TimeoutError) as error:
-        raise _Again(foreign(str(error)) or f"no answer for {PATIENCE} seconds") from error
+        raise _Again(foreign(str(error)) or f"no response for {PATIENCE} seconds") from error
 
 
 def _denied(url: str, message: str) -> CkptoolError:
-    why = "It takes a token or key with read access, or a signed URL that has not expired."
+    why = "It needs a token or key with read access, or a signed URL that has not expired."
     return KINDS[EACCES][0](f"cannot read {url}: not allowed ({message})", why).about(EACCES, url)
 
 
@@ -239,7 +239,7 @@ async def _tried(url: str, call: Callable[[], Awaitable[Result]]) -> Result:
                 why = str(error)
             if number < TRIES - 1:
                 await asyncio.sleep(WAIT * 2**number)
-    raise FileProblem(f"cannot read {url}: {why}", f"It was tried {TRIES} times.", "Try again later.")
+    raise FileProblem(f"cannot read {url}: {why}", f"Tried {TRIES} times.", "Try again later.")
 
 
 def _begun(work: Coroutine[Any, Any, Result]) -> Future[Result]:

@@ -51,7 +51,7 @@ def subrange(data: Data, offset: int, length: int) -> Data:
 def row_major(entry: TensorEntry) -> Data:
     """The stored values in row-major order, not read yet (conjugate and negative bits not applied).
 
-    Raises `BadTensor` if the view reaches outside of its storage.
+    Raises `BadTensor` if the view reaches outside its storage.
     """
     if entry.numel == 0:
         return InlineBytes(b"")
@@ -119,7 +119,7 @@ def to_numpy(entry: TensorEntry, *, check: bool = True) -> numpy.ndarray[tuple[i
     except (MemoryError, ValueError) as error:
         nbytes = numpy_bytes(entry.shape, entry.dtype.itemsize)
         what = f"{entry!r} needs {nbytes:,} bytes of memory"
-        raise LimitExceeded(what, "More than is available.", f"Look at a part: {arg(slice='0:4')}.") from error
+        raise LimitExceeded(what, "That is more than is available.", f"Look at a part: {arg(slice='0:4')}.") from error
     raw = array.reshape(-1).view(numpy.uint8)
     fill(row_major(entry), 0, raw.data)
     check_files(entry)

@@ -23,7 +23,7 @@ Leaf = Callable[[Any], Any]
 Key = TypeVar("Key")
 
 # A container that stands in several places (a state dict that is both `model` and `best`) is walked each time, up to a
-# number of nodes in all, and more for each node; after that only once. Objects that share parts have a name for each.
+# number of nodes in all, and more for each node; after that only once. What objects share has a name in each of them.
 REPEATED_NODES = 10_000
 REPEATED_PER_NODE = 4
 
@@ -182,7 +182,7 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
         if len(matches) > 1:
             keys = listed([repr(segment) for segment, _ in matches])
             what = f"{part} names {counted(len(matches), 'entry', 'entries')} of {address(path) or 'the top'}"
-            raise Ambiguous(f"{what}: {keys}", "An address has to mean one of them.")
+            raise Ambiguous(f"{what}: {keys}", "An address has to be unambiguous.")
         path, node = (*path, matches[0][0]), matches[0][1]
     return path, node
 
@@ -242,7 +242,7 @@ def holders(tree: Any, path: Path) -> list[Any]:
         matches = [part for name, part in children(containers[-1]) if name == segment]
         if not matches:
             what = f"{address(path)} is the name of a tensor in the module's state dict"
-            why = "In the file it is an attribute of an object inside it."
+            why = "In the file it is an attribute of an object."
             raise UsageError(what, why, f"Name what is there: {command('show', FILE / address(path[:depth]))}")
         containers.append(matches[0])
     return containers[:-1]
@@ -381,7 +381,7 @@ def walk_modules(
             registered = (attributes[part] for part in _PARTS if isinstance(attributes.get(part), dict))
             spent += 64 + len(node_prefix) * (1 + len(attributes) + sum(map(len, registered)))
             if spent > MAX_NAMES:
-                raise LimitExceeded("modules whose names together are too long")
+                raise LimitExceeded("modules whose names are too long together")
             yield node_prefix, attributes
             ancestors.add(id(node))
             stack.append((node_prefix, id(node), iter(submodules(attributes).items())))

@@ -124,14 +124,14 @@ class _Crew:
                 if self.pool:
                     raise
                 what = f"{name}: its worker was lost: {type(error).__name__}: {error}"
-                raise RunFailed(what, "Its output is as it was before, or complete.") from error
+                raise RunFailed(what, "Its output is unchanged or complete.") from error
             else:
                 if is_done:
                     return result
                 raise result
-        what = f"{name}: the process that worked on it was killed, twice"
-        why = "Something killed it, or memory ran out. Its output is as it was before, or complete."
-        raise RunFailed(what, why, f"Try it with fewer at a time: {arg(jobs=1)}")
+        what = f"{name}: its worker process was killed twice"
+        why = "Something killed it, or memory ran out. Its output is unchanged or complete."
+        raise RunFailed(what, why, f"Try fewer at a time: {arg(jobs=1)}")
 
     def end(self) -> None:
         """Ends all processes of its own, and cancels what other workers have not begun."""

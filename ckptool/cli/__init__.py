@@ -58,13 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         reserve.append(bytes(RESERVE))
         with while_open():
-            named_urls(" ".join(words))  # from here on, no text that is printed has what is secret in them
+            named_urls(" ".join(words))  # from here on, no printed text shows the secrets in URLs
             code = _run(words, results)
     except KeyboardInterrupt:
         _interrupts.append(signal.SIGINT)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
-    except Exception as error:  # the one place that tells all of them
+    except Exception as error:  # the one place that reports all errors
         if debug:
             raise
         reserve.clear()
@@ -107,7 +107,7 @@ def _run(words: list[str], results: list[Json]) -> int:
     if first not in VERBS:
         name, names, closest = " ".join(words[: 2 if subcommands else 1]), [*VERBS, *ALIASES], ""
         if name.startswith("-"):
-            raise UsageError(f"ckptool has no option {name}", "Options stand after the command.", "See: ckptool --help")
+            raise UsageError(f"ckptool has no option {name}", "Options come after the command.", "See: ckptool --help")
         with suppress(OSError):  # a file here was meant, or a command
             files = (file for file in os.listdir() if "." in name or file.startswith(f"{name}."))
             closest = commands.nearest(name, files)
@@ -123,11 +123,11 @@ def _run(words: list[str], results: list[Json]) -> int:
     answers, is_spaced, label = _answers(first, function, parse(first, parameters, words[1:]))
     form, code = FORM.get(), 0
     with output.shown_progress(label), ExitStack() as stack:
-        if isinstance(answers, Generator):  # whatever happens, no process is left that works for it
+        if isinstance(answers, Generator):  # whatever happens, no worker process is left
             stack.callback(answers.close)
         for number, answer in enumerate(answers):  # each is printed as it comes; JSON is one object at the end
             code = max(code, answer.exit_code)
-            if isinstance(answer, CkptoolError) and form == "json":  # of one file: it stands among the results
+            if isinstance(answer, CkptoolError) and form == "json":  # of one file: it is one of the results
                 results.append(error_json(answer))
             elif isinstance(answer, CkptoolError):
                 _print_error(answer, [])
@@ -173,7 +173,7 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
     """
     as_json, as_form = typed["as_json"], typed["as_form"]
     if as_json and as_form not in (None, "json"):
-        raise UsageError(f"--json and --format {as_form} exclude each other", "An answer has one form.", "Choose one.")
+        raise UsageError(f"--json and --format {as_form} exclude each other", "Output has one format.", "Choose one.")
     FORM.set("json" if as_json else as_form or "text")
     args = {name: value for name, value in typed.items() if value not in (None, [], ())}  # others have their defaults
     args["as_json"] = FORM.get() == "json"
@@ -195,7 +195,7 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
     if is_output:
         chosen = [at for at, name in (("-o", "out"), ("-d", "folder"), ("--in-place", "in_place")) if args.get(name)]
         if len(chosen) != 1:
-            what = f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs to know where to write"
+            what = f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs an output"
             why = "They are mutually exclusive." if chosen else "Nothing is written unless you name an output."
             ways = "A new file: -o OUT" + "; several into a folder: -d DIR" * ("folder" in typed)
             ways += "; the file itself: --in-place" * ("in_place" in typed)
@@ -237,7 +237,7 @@ def _with_summary(
     for result in results:
         failed = isinstance(result, Exception)
         counts[2 if failed else min(result.exit_code, 1)] += 1
-        if failed and outcomes[2] == REFUSED:  # as was asked for, the others are written
+        if failed and outcomes[2] == REFUSED:  # with --skip-refused, the others are written
             result = Answer(error_json(result) if style is None else error_text(result, style), 1)
         yield in_words(result) if isinstance(result, Exception) else result
     if style is not None and not quiet:
@@ -283,7 +283,7 @@ def _answer(function: Any, args: Arguments, first: str, style: Style | None, fil
                     error.fill({"FILE": commands.as_argument(split(path)[0])})
                 raise
         if "training" in hooks.values() and os.environ.get("RANK", "0") != "0":
-            return answer_of(Page(), style, {}, report.exit())  # under torchrun the first process tells
+            return answer_of(Page(), style, {}, report.exit())  # under torchrun only the first process reports
     return answer_of(report, style, _options_of(report.told, args), report.exit() if declared.exits else 0)
 
 

@@ -195,7 +195,7 @@ class Places:
             best = [(removed, added) for removed, added in best if len(removed) == shortest]
             if len(best) > 1:
                 places = listed([added for _, added in best])
-                what = f"the adapter's names are in the base {counted(len(best), 'time')}: under {places}"
+                what = f"the base has the adapter's names {counted(len(best), 'time')}: under {places}"
                 raise Conflict(what, "The adapter fits each of them.", "Name the part: BASE#ADDRESS")
         self.prefixes[component] = best[0]
 
@@ -214,7 +214,7 @@ class Places:
             matches = self.names.get(self.in_base(component, name), [])
             if len(matches) > 1:
                 what = f"{name} is {listed(matches)}"
-                raise Conflict(what, "Without their dots these names are the same. Nothing was written.")
+                raise Conflict(what, "Without their dots these names are equal. Nothing was written.")
             if matches:
                 return matches[0]
         return None

@@ -68,7 +68,7 @@ def _unflattened(node: dict[Any, Any]) -> dict[Any, Any]:
                 state = state.setdefault(part, {})
                 if not isinstance(state, dict):
                     shown = text.removeprefix(f"{place}state.")[:200]
-                    raise Corrupt(f"an optimizer's key {shown} runs through another value", "It was damaged.")
+                    raise Corrupt(f"an optimizer's key {shown} leads through another value", "It was damaged.")
             state[leaf] = value
     for place, names in options.items():
         (result[place[:-1]] if place else result)["param_groups"] += _groups(names)

@@ -238,11 +238,11 @@ def _gridded(weight: QuantizedWeight, scheme: Scheme, *, even: bool = False) -> 
         require(fits, f"zero points {_shaped(zeros)}, {mismatch}")
         parts["zeros"] = zeros.reshape(parts["scale"].shape)
     index = parts.get("g_idx")
-    require(index is None or (index.shape == shape[-1:] and index.dtype.kind == "int"), f"{mismatch}, another g_idx")
+    require(index is None or (index.shape == shape[-1:] and index.dtype.kind == "int"), f"{mismatch}, a wrong g_idx")
     missing = scheme.reordered and index is None and weight.codes == "bits" and grid[-1] > 1
-    require(not missing, "no g_idx, and columns that were reordered, as the configuration has it")
+    require(not missing, "no g_idx, though the configuration says that columns were reordered")
     missing = scheme.symmetric is False and "zeros" not in parts and weight.kind.startswith("int")
-    require(not missing, "no zero points, and codes that are not symmetric, as the configuration has it")
+    require(not missing, "no zero points, though the configuration says that codes are not symmetric")
     return replace(weight, parts=parts, grid=grid, block=tuple(block))
 
 
@@ -358,7 +358,7 @@ def _gptq_or_awq(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
     columns = codes.shape[0] if awq or not bits else codes.shape[0] * 32 // bits
     require(bool(bits) and (awq or columns * bits == codes.shape[0] * 32), mismatch)
     method = "awq" if awq else "gptq"
-    require(scheme.method in ("", method), f"{method.upper()} by its shapes, and not by the configuration")
+    require(scheme.method in ("", method), f"{method.upper()} by its shapes, but not by the configuration")
     require(not scheme.bits or bits in scheme.bits, f"{bits} bits by its shapes, {sorted(scheme.bits)} as configured")
     parts = dict(weight.parts) | {"codes": codes.transpose(), "zeros": zeros.transpose(), "scale": scale.transpose()}
     facts = {"symmetric": scheme.symmetric, "forms": scheme.forms, "stored": "" if awq else "gptq"}
@@ -457,11 +457,11 @@ def find_quantized(tree: Mapping[Any, Any], config: Mapping[str, Any], metadata:
         if shared := [key for key in keys.values() if owners.setdefault(key, name) != name]:
             problem = f"{shared[0]} belongs to two weights"
         elif name in tree and name not in keys.values():
-            problem = f"{name} is there as well as {keys['codes']}"
+            problem = f"both {name} and {keys['codes']} are present"
         elif scheme.method and scheme.method not in format_.methods:
-            problem = f"{name} is not quantized as {scheme.method} does it"
+            problem = f"{name} is not quantized the way {scheme.method} does it"
         elif any(tree[key].nbytes > tree[key].storage.nbytes for key in keys.values()):
-            problem = f"{name} is made of views that repeat their values"
+            problem = f"{name} is made of expanded views"
         else:
             parts = {role: tree[key] for role, key in keys.items()}
             try:
@@ -484,9 +484,9 @@ def find_quantized(tree: Mapping[Any, Any], config: Mapping[str, Any], metadata:
         if _ACTIVATION.search(key) and module in modules and (value.numel == 1 or f"{module}.weight" in names):
             result.left_out.append(key)
         elif _PART.search(key) or (not key.endswith("bias") and any(begins)):
-            result.problems.append(f"{key} belongs to no weight that is there")
+            result.problems.append(f"{key} belongs to no weight in the file")
         elif is_f8(value.dtype) or (_are_codes(value) and re.search(r"(?:^|\.)weight$|_proj$", key)):
-            result.problems.append(f"{key} is of type {value.dtype}, and has no scale that is known")
+            result.problems.append(f"{key} is of type {value.dtype}, and has no known scale")
     return result
 
 
@@ -522,7 +522,7 @@ def _named(
         if missing := [base + end for role, end in format_.needs.items() if role not in keys]:
             if format_.weak:
                 continue  # of something else, unless there are quantized weights
-            problems.append(f"{key} is there, {missing[0]} is not")
+            problems.append(f"{key} is present, {missing[0]} is missing")
             owners |= dict.fromkeys(keys.values(), "")
         else:
             yield base + format_.weight, format_, keys, None
@@ -542,7 +542,7 @@ def _named(
             yield name, TORCHAO, keys, Scheme(blocks=frozenset({(sizes[0], sizes[1])}))
         else:
             what = str(kind)[:60]
-            problems.append(f"{name} is torchao's {what}, or parts of one, of a layout that is not known")
+            problems.append(f"{name} is torchao's {what}, or parts of one, of an unknown layout")
             owners |= dict.fromkeys(keys.values(), "")
 
 

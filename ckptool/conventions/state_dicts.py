@@ -127,7 +127,7 @@ def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[St
         take = command("convert", input_of(checkpoint.source, modules[0].address), out=OUT_SAFETENSORS)
         place = f"#{modules[0].address}" if modules[0].path else ""
         what = f"{where}{place} is a {modules[0].detail}, pickled with its class"
-        why = "Its names are attributes of objects, not keys: if they changed, the class would not find its parts."
+        why = "Its names are attributes of objects, not keys: if they changed, the class would not find them."
         why += " Nothing was written."
         raise UsageError(what, why, f"Write only its weights, then change those: {take}")
     return roots
@@ -152,8 +152,8 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
         if array_roots:  # no address turns those into weights
             fix = f"Make tensors of its {array_roots[0].detail}: {command('convert', file, out=OUT_SAFETENSORS)}"
         elif is_optimizer(checkpoint.tree):
-            why = "It is the state of an optimizer."
-            fix = f"All of it goes into one file: {command('convert', file, all=True, out=OUT_SAFETENSORS)}"
+            why = "It is optimizer state."
+            fix = f"Everything goes into one file: {command('convert', file, all=True, out=OUT_SAFETENSORS)}"
         else:
             fix += f"; then name the part: {arg(at=ADDRESS)}"
         raise UsageError(f"{where} has no dictionary that looks like model weights", why, fix)
@@ -175,7 +175,7 @@ def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[State
     where = str(checkpoint.source or "the checkpoint")
     what = f"{where} has {counted(len(roots), 'set')} of model weights: {listed(roots, MANY_STATE_DICTS)}"
     fix = f"Name it: {quoted(input_of(checkpoint.source, roots[0].address))}"
-    raise UsageError(what, "This command takes one of them.", fix)
+    raise UsageError(what, "This command takes one set.", fix)
 
 
 def _whole_module(path: Path, node: Any) -> StateDict | None:
@@ -425,7 +425,7 @@ def paired(names: Iterable[str], wanted: Iterable[str], fix: Callable[[str], str
             continue
         if target in pairs:
             what = f"{pairs[target]} and {name} would both be {target!r}"
-            why = "Without the prefixes of wrappers they are the same name. Nothing was changed."
+            why = "Without the wrappers' prefixes they are the same name. Nothing was changed."
             raise Conflict(what, why, fix(name))
         pairs[target] = name
     return pairs

@@ -177,7 +177,7 @@ def read_source(source: Input) -> Checkpoint:
         checkpoint = replace(checkpoint, part=part, notes=(*checkpoint.notes, note))
     if isinstance(source, Folder):
         if not source.far and (links := led_elsewhere(source.path, source.files)):
-            what = counted(len(links), "file is a link that leads", "files are links that lead")
+            what = counted(len(links), "file is a link that points", "files are links that point")
             shown = listed([f"{name} → {place}" for name, place in links.items()], 3)
             note = Note("link-elsewhere", f"{what} out of the folder: {shown}")
             checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
@@ -190,7 +190,7 @@ def read_alone(source: Input) -> Checkpoint:
     head = b""
     if isinstance(source, Source):
         if not source.size:
-            why = "It was never written, or lost in a crash or a full disk."
+            why = "It was never written, or its data was lost in a crash or on a full disk."
             raise Truncated(f"{source} is empty (0 bytes)", why, "Copy or download it again.")
         head = source.read(0, min(HEAD, source.size))
         if head[:4] not in ZIP:
@@ -203,7 +203,7 @@ def read_alone(source: Input) -> Checkpoint:
                 from ckptool.pickles.decode import reaches_a_call
 
                 if reaches_a_call(FileRange(source, 0, source.size)):
-                    why = "Its first bytes are opcodes that skip what makes it a file of its format; a program follows."
+                    why = "Its first bytes are also opcodes that skip its header; a program follows."
                     raise Corrupt(f"{source} is a pickle, too: torch.load may run it", why, "Do not load it.")
             try:
                 with no_collection():
@@ -272,7 +272,7 @@ def refuse_name(
             fix = f"{hint}To write a torch file of that name: {arg(container='torch-zip')}"
             raise UsageError(f"{suffix} is not the suffix of a container that ckptool writes", _WRITABLE, fix)
     if written.writes_folder and name.lower().endswith(".json"):
-        what = f"{name} is the name of an index, and shards are written as a folder"
+        what = f"{name} is an index's name, but shards are written as a folder"
         why = "The index is one of the files in it."
         raise UsageError(what, why, f"Name the folder: {arg(out=os.path.dirname(name) or 'DIR')}")
 
@@ -387,7 +387,7 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
     partial = checkpoint.part
     if partial is None or part:
         return
-    take = f"take it as it is: {arg(part=True)}"
+    take = f"take it as is: {arg(part=True)}"
     if partial.kind is PartKind.MEMBERS:
         raise _of_members(checkpoint, partial, take)
     what = f"{checkpoint.source or 'the checkpoint'} is only a part of a checkpoint: {partial.label}"

@@ -65,11 +65,11 @@ def read(source: Source) -> Checkpoint:
         if name in names:
             raise Ambiguous(f"{source} has two files called {name}", "Some readers take the first, some the last.")
         if not name or re.search(LEADS_ELSEWHERE, name) or "" in name.split("/"):
-            what = f"{source}: the name {name[:200]!r} leads out of the folder that it is unpacked to"
+            what = f"{source}: the name {name[:200]!r} points outside of the folder that it is unpacked to"
             raise Corrupt(what, "No program writes such names; the archive is malicious.")
         if name.endswith(".distcp"):
             what = f"{source} holds a folder of torch.distributed.checkpoint, {name.rpartition('/')[0] or '.'}"
-            raise Unsupported(what, "Such folders are read where their files lie.", _unpack(source))
+            raise Unsupported(what, "Such a folder can only be read once it is unpacked.", _unpack(source))
         names.add(name)
         if _WEIGHTS.search(name):
             head = part.read(0, min(HEAD, part.size))
@@ -82,8 +82,8 @@ def read(source: Source) -> Checkpoint:
                 elif name.endswith(safetensors.SUFFIXES):
                     checkpoint = safetensors.read(part)
                 else:
-                    why = "It is no file of torch.save or safetensors, or of an old kind."
-                    raise Unsupported(f"{source}: {name} is not read inside of an archive", why, _unpack(source))
+                    why = "It is neither a torch nor a safetensors file, or is of an old kind."
+                    raise Unsupported(f"{source}: {name} cannot be read inside an archive", why, _unpack(source))
             except CkptoolError as error:
                 raise error.within(f"{source}: {name}") from None
             notes += [Note(note.code, f"{name}: {note.message}") for note in checkpoint.notes]
@@ -120,7 +120,7 @@ def in_folders(values: dict[str, Any], where: str = "") -> dict[str, Any]:
         *folders, last = name.split("/")
         if len(folders) > MAX_FOLDERS:
             what = f"{where}{name[:200]!r} is in {counted(len(folders), 'folder')}"
-            raise LimitExceeded(what, f"At most {MAX_FOLDERS:,} are read; the archive is probably malicious.")
+            raise LimitExceeded(what, f"ckptool reads at most {MAX_FOLDERS:,}; the archive is probably malicious.")
         node = tree
         for depth, folder in enumerate(folders):
             if "/".join(folders[: depth + 1]) in values:

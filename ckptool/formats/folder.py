@@ -126,7 +126,7 @@ def refuse_renamed(checkpoint: Checkpoint) -> None:
         if name != saved and pattern.fullmatch(name) and pattern.fullmatch(saved):
             raise Conflict(
                 f"{source} was saved as {saved}",
-                "It has the place of another rank's file, whose values would be lost, or mixed up with these.",
+                "It takes the place of another rank's file, whose values would be lost or mixed up.",
                 "Copy all files of the folder again, each under its own name.",
             )
 
@@ -151,9 +151,9 @@ def complete(folder: Folder, ranks: Collection[int], world: int, file: str) -> N
     one that says how many there are."""
     if beyond := [f"rank {rank:,}" for rank in sorted(ranks) if rank >= world]:
         raise Conflict(
-            f"{folder} has files of {counted(len(beyond), 'rank')} beyond the {world:,} that saved it: "
+            f"{folder} has files of {counted(len(beyond), 'rank')} in excess of the {world:,} that saved it: "
             f"{listed(beyond, 3)}",
-            f"{file} gives that number. The others are left from a larger world, and may be of another step.",
+            f"{file} gives that number. The others are left over from a larger world, and may be from another step.",
             "Copy only the files of this checkpoint into another folder, or take another checkpoint.",
         )
     if missing := [f"rank {rank:,}" for rank in missing_ranks(ranks, world)]:
@@ -163,22 +163,22 @@ def complete(folder: Folder, ranks: Collection[int], world: int, file: str) -> N
 def lacks(where: object, what: str, names: Iterable[str] = ()) -> Corrupt:
     """The error for files that are missing. names: theirs."""
     shown = listed(list(names), 3)
-    why = "What the ranks saved is only complete together."
+    why = "Only the files of all ranks together are a checkpoint."
     return Corrupt(f"{where} lacks {what}{shown and ': '}{shown}", why, _COPY)
 
 
 def mixed(where: object, one: str, other: str, what: str) -> Conflict:
     """The error for two files of one folder that are not of one checkpoint."""
     return Conflict(
-        f"{where}: {one} and {other} are of two checkpoints: {what}",
-        "Files of another step or another run lie in the folder; joined, they would be no model that ever was.",
+        f"{where}: {one} and {other} come from two checkpoints: {what}",
+        "The folder has files of another step or run; joined, they would be a model that never existed.",
         "Copy the folder again into an empty one, or take another checkpoint.",
     )
 
 
 def another_run(where: object, what: str) -> Conflict:
     """The error for what the files of all ranks should agree on, and do not."""
-    why = "A file was renamed, changed, or is of another step or run."
+    why = "A file was renamed or changed, or comes from another step or run."
     return Conflict(f"{where}: {what}", why, "Copy the files of all ranks again, each under its own name.")
 
 
@@ -198,7 +198,7 @@ _NUMBERS = re.compile(r"\d+")
 
 _SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None), TensorEntry, Global})
 _NO_VALUES = "weights without values"
-_ONE_OF_SEVERAL = "model parallelism divides the weights over several files, and this is one of them"
+_ONE_OF_SEVERAL = "model parallelism shards the weights over several files, and this is one of them"
 
 
 def as_part(checkpoint: Checkpoint) -> PartOf | None:
@@ -216,12 +216,12 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
     world = int(world_match["world"]) if world_match else facts.world
     if facts.shared:
         which = "all of its tensors are" if facts.shared == facts.tensors else f"{facts.shared:,} of its tensors are"
-        what = "shared with other ranks, and only this rank's values are here; shapes are those of the whole"
+        what = "shared with other ranks; only this rank's values are here, while shapes are those of the whole"
         similar = [_NUMBERS.sub("#", file) for file in _beside(path)].count(_NUMBERS.sub("#", name))
         whole = (folder or ".") if rank_match and world and similar >= world else ""
         return replace(_ranked(rank, world, f"{which} {what}"), whole=whole)
     if facts.flat:
-        what = "its parameters are flattened as FSDP keeps them, and those of the other ranks are not here"
+        what = "its parameters are flattened the way FSDP keeps them, without those of the other ranks"
         return _ranked(rank, world, what)
     if world_match and world is not None and world > 1:
         return _ranked(rank, world, "the other ranks have files of their own")
@@ -231,8 +231,8 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
     if (states_match and "optim" in states_match["rest"]) or "partition_count" in optimizer:
         count = optimizer.get("partition_count")  # the number of partitions, or those for each group of parameters
         world = max((n for n in items(count) or [count] if type(n) is int), default=None)
-        what = "a share of the optimizer's state and of the weights in f32, as ZeRO divides them"
-        return _ranked(rank, world, f"{what}; the model is in the files together")
+        what = "one rank's share of the optimizer's state and of the f32 weights under ZeRO"
+        return _ranked(rank, world, f"{what}; the model is in all files together")
     if "param_shapes" in top and isinstance(source, Folder):
         return None  # what is empty there has no elements
     if "param_shapes" in top and facts.empty:
@@ -241,7 +241,7 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
         part = _ranked(rank, world, f"{what}: their values are in the *_optim_states.pt files", PartKind.PLACEHOLDERS)
         return part if states_match else replace(part, label=_NO_VALUES)
     if states_match:
-        return _ranked(rank, None, "one of the files of a ZeRO checkpoint, which is all of them together")
+        return _ranked(rank, None, "one file of a ZeRO checkpoint, which consists of all of them")
     if layer := LAYER.fullmatch(name):
         label = f"layer {int(layer['layer'])}" + (f", expert {int(layer['expert'])}" if layer["expert"] else "")
         what = "DeepSpeed saves each layer of a pipeline, and each expert, to a file of its own"
@@ -281,7 +281,7 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
         return shard
     if facts.empty > 1 and 2 * facts.empty >= facts.weights:
         what = f"{facts.empty:,} of {counted(facts.weights, 'weight')} are placeholders (shape [0])"
-        return PartOf(PartKind.PLACEHOLDERS, _NO_VALUES, f"{what}, as ZeRO stage 3 has them ungathered")
+        return PartOf(PartKind.PLACEHOLDERS, _NO_VALUES, f"{what}, as ZeRO stage 3 saves ungathered weights")
     return None
 
 
@@ -300,7 +300,7 @@ def _shard(folder: str, name: str) -> PartOf | None:
             evidence = f"{printable(index)} says which tensors are in which"
             break
     if 1 <= number <= count > 1:
-        what = f"it holds some of the model's tensors, the other files the rest; {evidence}"
+        what = f"it has some of the model's tensors, the other files the rest; {evidence}"
         return PartOf(PartKind.SHARD, f"shard {number:,} of {count:,}", what, number, count, whole, index)
     return None
 
@@ -372,7 +372,7 @@ def refuse_placeholders(checkpoint: Checkpoint, names: Iterable[tuple[str, Any]]
     if empty:
         source, count = checkpoint.source or "the checkpoint", f"{len(empty):,} of the tensors"
         raise OnlyAPart(
-            f"{source}: {count} have no values here: {listed(empty, 3)}",
-            f"It is {part.label}; written by themselves, empty tensors would pass for weights. Nothing was written.",
+            f"{source}: {count} have no values in it: {listed(empty, 3)}",
+            f"It is {part.label}; on their own, empty tensors would pass for weights. Nothing was written.",
             f"Leave them out: {arg(exclude=NAME)}",
         )

@@ -57,7 +57,7 @@ class Memory(LiveReader):
             return contents
         what = repr(value) if isinstance(value, (bool, int, float)) else f"an object of the type {type(value).__name__}"
         fix = "For example: 'model.pt', model.state_dict(), model, io.BytesIO(data)"
-        raise UsageError(f"{what} is neither a file nor a dictionary of tensors, a module or a checkpoint", "", fix)
+        raise UsageError(f"{what} is not a file, a dictionary of tensors, a module or a checkpoint", "", fix)
 
     def read(self, tree: Any) -> Any:
         try:
@@ -184,7 +184,7 @@ def source_of(file: Any) -> Source:
     if not callable(getattr(file, "read", None)):
         raise UsageError(f"{repr(file)[:80]} is neither a path nor an open file", "", "Name a file.")
     if isinstance(file, io.TextIOBase) or getattr(file, "encoding", None):
-        raise UsageError(f"{shown} is open as text", "A checkpoint is bytes.", _BINARY)
+        raise UsageError(f"{shown} is open as text", "Checkpoints are binary.", _BINARY)
     raw = getattr(file, "raw", file)  # of a buffer; files in memory, archives and compressors have another, or none
     at = 0
     try:
@@ -212,6 +212,6 @@ def source_of(file: Any) -> Source:
             raise FileProblem(f"cannot read {shown}", why) from error
         raise UsageError(f"{shown} cannot be read from", why, _BINARY) from None
     if at and source.size <= 0:
-        what = f"{shown} is at its end, so there is nothing to read"
+        what = f"{shown} is at its end: there is nothing to read"
         raise Truncated(what, "An open file is read from its current position.", "Rewind it: file.seek(0)")
     return source

@@ -38,9 +38,9 @@ def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
         for number, group in enumerate(json.loads(record)):
             owner |= {place: (number, index) for index, names in enumerate(group) for place in names}
     except (ValueError, TypeError, RecursionError) as error:
-        raise Corrupt(_DAMAGED, "It is not the text that ckptool writes.") from error
+        raise Corrupt(_DAMAGED, "ckptool did not write it.") from error
     if not all(type(place) is str for place in owner):
-        raise Corrupt(_DAMAGED, "It names tensors by something else than their addresses.")
+        raise Corrupt(_DAMAGED, "It names tensors by something other than addresses.")
     separate: dict[tuple[int, int, int], Storage] = {}
     entries: dict[int, TensorEntry] = {}
     for path, node in walk(tree):
@@ -50,7 +50,7 @@ def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
     if not entries:
         return tree, []
     count = f"{counted(len(separate), 'storage is', 'storages are')} stored as {len({old for old, _, _ in separate}):,}"
-    note = Note("new-ties", f"{count}, since they are equal: ckptool keeps them apart, stock torch.load ties them")
+    note = Note("new-ties", f"{count}, since they are equal: ckptool keeps them separate, stock torch.load ties them")
     return rebuild(tree, lambda node: entries.get(id(node), node)), [note]
 
 
@@ -114,5 +114,5 @@ def recovered_notes(metadata: dict[str, Any]) -> tuple[Note, ...]:
         if places := facts[kind]:
             were = "tensors or more were" if len(places) >= MOST else "tensors were"
             phrases.append(f"{counted(len(places), 'tensor was', were)} {words}: {listed(places, 3)}")
-    lost = "; ".join(phrases) or "what was lost is not recorded"
+    lost = "; ".join(phrases) or "what was lost was not recorded"
     return (Note(RECOVERED_NOTE, f"recovered from a damaged file; {lost}"),)

@@ -154,7 +154,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         return checkpoint
     if len(layout.names) > MAX_MEMBERS:
         what = f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}"
-        raise LimitExceeded(what, f"At most {MAX_MEMBERS:,} are opened.", "Name one of them.")
+        raise LimitExceeded(what, f"ckptool opens at most {MAX_MEMBERS:,}.", "Name one of them.")
     members: dict[str, Checkpoint] = {}
     parts: list[PartOf] = []  # members that are parts of one thing
     errors: dict[str, str] = {}
@@ -182,7 +182,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     label = f"{number:,} of {counted(count, 'member')}"
     problems = listed([*errors.values(), *(f"{printable(name)} is missing" for name in missing)], 3)
     if checkpoint.container == NAME and not members:
-        what = f"{folder} is {layout.kind}, and none of its {counted(len(layout.names), 'file')} can be read"
+        what = f"{folder} is {layout.kind}, but none of its {counted(len(layout.names), 'file')} can be read"
         raise Corrupt(what, f"{problems}.", "Take an earlier checkpoint.")
     only_weights = named(checkpoint.container).tensors_only
     if isinstance(checkpoint.source, Folder) and not only_weights:
@@ -194,7 +194,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         lead = ["the weights" if only_weights else "what the ranks saved"] if layout.beside else []
         note = Note(MEMBERS, f"{label} {form(count, 'is', 'are')} whole: {listed([*lead, *layout.names], 4)}")
         return replace(checkpoint, notes=(*checkpoint.notes, note))
-    detail = problems or f"all of its files are there; {_NOT_JOINED[layout.by_rules]}"
+    detail = problems or f"all of its files are present; {_NOT_JOINED[layout.by_rules]}"
     join = command("convert", folder.path, rules_file=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
     meaning = f"{layout.kind}; {detail}"
     return replace(checkpoint, part=PartOf(PartKind.MEMBERS, label, meaning, number, count, folder.path, join=join))
@@ -212,7 +212,7 @@ def _in_tree(checkpoint: Checkpoint, source: Folder, members: dict[str, Checkpoi
     notes, discarded = [*checkpoint.notes], [*checkpoint.discarded]
     for name, member in members.items():
         if name in tree:
-            what = f"{source} holds a member {name}, and its tensors have one of that name, too"
+            what = f"{source} holds a member {name}, but one of its tensors has that name, too"
             raise Corrupt(what, "No program writes both.")
         if member.source is not None:
             source.adopt(name, member.source)
@@ -252,7 +252,7 @@ def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
 def left_beside(checkpoint: Checkpoint, place: str = "") -> list[Note]:
     """The note on the members that are left out where only weights are written. place: the folder, to prefix names."""
     names = [os.path.join(place, name) for name in beside(checkpoint)]
-    return [Note(MEMBERS, f"left out, since only weights are written: {listed(names, 6)}")] if names else []
+    return [Note(MEMBERS, f"left out, as only weights are written: {listed(names, 6)}")] if names else []
 
 
 def _folder_of(source: Input) -> Folder:
@@ -269,7 +269,7 @@ def open_member(folder: Folder, name: str) -> Checkpoint:
     if isinstance(source, Source):
         source.share_descriptors()
     elif (layout := layout_of(source)) is not None and any(_is_folder(source, member) for member in layout.names):
-        raise Corrupt(f"{source} holds folders of checkpoints, and is in one", "A link may lead back to where it is.")
+        raise Corrupt(f"{source} holds folders of checkpoints and is inside one", "A link may point back to it.")
     return read_alone(source)
 
 

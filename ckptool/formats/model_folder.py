@@ -71,7 +71,7 @@ class ModelFolder:
         how = "beside it" if self.place == ADAPTER else "carried along"  # written for it
         texts = [f"{how}: {listed([printable(name) for name in self.files], 20)}"] if self.files else []
         if not self.place and not self.left:
-            texts = [f"no {CONFIG} is beside the input; convert --like DIR takes that of another folder of the model"]
+            texts = [f"no {CONFIG} is beside the input; to take one from another folder: convert --like DIR"]
         return [*texts, *self.changes, *([f"left out: {listed(self.left, 20)}"] if self.left else [])]
 
 
@@ -91,10 +91,10 @@ def model_folder(model: Checkpoint, tree: Any, like: str | None = None, *, dequa
     else:
         if like is None:
             return ModelFolder()
-        what = f"{like} has no {CONFIG} or {ADAPTER} of a library that is known here"
+        what = f"{like} has no {CONFIG} or {ADAPTER} of a library that ckptool knows"
         raise UsageError(what, "It should be a folder that the model's library loads.", f"For example: {arg(like=DIR)}")
     if not library:
-        reasons = {name: "of no library that is known here" if config else _NO_JSON for name, config in configs.items()}
+        reasons = {name: "of no library that ckptool knows" if config else _NO_JSON for name, config in configs.items()}
         return ModelFolder(left=tuple(f"{name} ({why})" for name, why in reasons.items()))
     files: dict[str, Data] = {}
     left, changes = list[str](), list[str]()
@@ -102,7 +102,7 @@ def model_folder(model: Checkpoint, tree: Any, like: str | None = None, *, dequa
         if name.endswith(".py"):
             left.append(f"{printable(name)} (code is never copied)")
         elif name == MODULES:
-            left.append(f"{name} (other modules, as of pooling; for all, change a copy of the folder)")
+            left.append(f"{name} (other modules, such as pooling; to keep all, edit a copy of the folder)")
         elif _COMPANION.fullmatch(name):
             data = _companion(place, name)
             if isinstance(data, str):
@@ -114,7 +114,7 @@ def model_folder(model: Checkpoint, tree: Any, like: str | None = None, *, dequa
         with suppress(ValueError, RecursionError):  # what is not UTF-8, or nested a thousand levels deep, stays
             config = json.loads(files[CONFIG].read(0, files[CONFIG].length))
             if len(dtypes) == 1 and (changed := with_dtype(config, *dtypes)) != config:
-                changes.append(f"{CONFIG}: dtype is now {next(iter(dtypes))}, as the weights are")
+                changes.append(f"{CONFIG}: dtype is now {next(iter(dtypes))}, like the weights")
                 config = changed
             sections = _sections(config) if dequantized else []
             removed = [key for node in sections for key in QUANTIZATION if node.pop(key, None) is not None]
@@ -176,7 +176,7 @@ def left_adapter(model: Checkpoint, path: str) -> tuple[Note, ...]:
         return ()
     if not is_url(path) and ADAPTER in names_in(os.path.dirname(path) or os.curdir):
         return ()
-    return (Note("adapter", f"left out: {ADAPTER}, which says its alpha; with -o DIR/ it goes along"),)
+    return (Note("adapter", f"left out: {ADAPTER}, which has its alpha; -o DIR/ copies it, too"),)
 
 
 def _library(configs: dict[str, dict[str, Any]], tree: dict[Any, Any]) -> str:
@@ -207,7 +207,7 @@ def _companion(place: str, name: str) -> FileRange | str:
         return "a link that leads outside of the folder"
     source = Source(path)
     if source.size > MAX_COMPANION:
-        return f"{source.size:,} bytes, more than a tokenizer or a configuration has"
+        return f"{source.size:,} bytes, too large for a tokenizer or configuration"
     if name.endswith(".model") and source.read(0, min(2, source.size))[:1] in (b"P", b"\x80"):
         return "a checkpoint, not a tokenizer"
     return FileRange(source, 0, source.size)

@@ -38,7 +38,7 @@ def read(source: Source) -> Checkpoint:
     tree = read_array(FileRange(source, 0, source.size), str(source))
     if tree is None:
         what = f"{source} is an array of Python objects"
-        why = "numpy pickles them; ckptool reads arrays of numbers, and notes texts and dates."
+        why = "numpy pickles them; ckptool reads arrays of numbers, strings and dates."
         raise Unsupported(what, why, "If you trust it: torch.save(numpy.load(FILE, allow_pickle=True).tolist(), OUT)")
     is_other = not isinstance(tree, TensorEntry)
     notes = (Note("other-arrays", f"it is not a tensor: {summary(tree)}"),) if is_other else ()
@@ -77,11 +77,11 @@ def read_array(data: Data, name: str, crc: int | None = None) -> Any:
         major, minor = head[6], head[7]
         if head[:6] != MAGIC or (major, minor) not in ((1, 0), (2, 0), (3, 0)):
             what = f"version {major}.{minor} of numpy's file format" if head[:6] == MAGIC else "no numpy array"
-            raise (Unsupported if head[:6] == MAGIC else Corrupt)(what, "Versions 1.0, 2.0 and 3.0 are read.")
+            raise (Unsupported if head[:6] == MAGIC else Corrupt)(what, "ckptool reads versions 1.0, 2.0 and 3.0.")
         begin = 10 if major == 1 else 12
         size = int.from_bytes(head[8:begin], "little")
         if size > MAX_HEADER:
-            raise LimitExceeded(f"a numpy header of {size:,} bytes", f"At most {MAX_HEADER:,} are read.")
+            raise LimitExceeded(f"a numpy header of {size:,} bytes", f"ckptool reads at most {MAX_HEADER:,}.")
         if begin + size > data.length:
             raise Truncated(f"a numpy array ends inside its header, which has {size:,} bytes", "It was cut off.")
         is_long, begin = begin + size > len(head), begin + size
@@ -90,14 +90,14 @@ def read_array(data: Data, name: str, crc: int | None = None) -> Any:
             return None
         size = math.prod(header.shape) * header.type.itemsize
         if (available := data.length - begin) < size:
-            what = f"an array of {size:,} bytes, of which the file holds {available:,}"
+            what = f"an array of {size:,} bytes; the file has {available:,} of them"
             raise Truncated(what, "It was cut off.", "Copy or download it again.")
         if available > size:
             what = f"{available - size:,} bytes after the end of the array"
             if data.read(begin + size, min(len(MAGIC), available - size)) != MAGIC:
                 raise Ambiguous(what, "They belong to no array.")
             fix = "Write them to one file with names: numpy.savez(OUT, first=..., second=...)"
-            raise Ambiguous(what, "It holds several arrays, one after the other; numpy reads the first.", fix)
+            raise Ambiguous(what, "It has several arrays, one after the other; numpy reads only the first.", fix)
         content = subrange(data, begin, size)
         content_crc = crc_combine(zlib.crc32(header.raw), crc, size) if crc is not None else None
         entry = over_bytes(header.type, header.shape, header.fortran, content, content_crc)
@@ -136,7 +136,7 @@ def _header_of(raw: bytes) -> ArrayHeader:
         what = f"a numpy array of the type {repr(descr)[:60]}"
         raise Unsupported(what, "Only numbers, booleans, strings, dates, bytes and records of them are read.") from None
     if numpy_bytes(shape, kind.itemsize) >= 1 << 63:
-        raise BadTensor(f"a numpy array of shape {repr(shape)[:60]}", "numpy has no room for so many elements.")
+        raise BadTensor(f"a numpy array of shape {repr(shape)[:60]}", "numpy cannot address so many elements.")
     return ArrayHeader(kind, None if kind.hasobject else array_type(_type_node(kind)), fortran, shape, raw)
 
 
@@ -148,10 +148,10 @@ def _type_node(kind: numpy.dtype[Any]) -> Object:
     reduced: Any = kind.__reduce__()
     _, args, state = reduced
     node = Object(Global("numpy", "dtype"), args)
-    if state[4] is not None:
-        fields = {name: (_type_node(field[0]), *field[1:]) for name, field in state[4].items()}
-        state = (*state[:4], fields, *state[5:])
-    node.state = state
+    version, order, inside, names, fields, *rest = state
+    inside = inside and (_type_node(inside[0]), *inside[1:])
+    fields = fields and {name: (_type_node(field[0]), *field[1:]) for name, field in fields.items()}
+    node.state = (version, order, inside, names, fields, *rest)
     return node
 
 

@@ -95,7 +95,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """
     tree = checkpoint.tree
     if not isinstance(tree, dict):
-        what = "an .npz file holds a dictionary of arrays, nothing else"
+        what = "an .npz file holds a dictionary of arrays and nothing else"
         raise Unsupported(what, "", f"Choose a part: {command('convert', FILE / 'ADDRESS', out=OUT_NPZ)}")
     arrays, problems = dict[str, tuple[bytes, Data, int | None]](), list[str]()
     for name, value in tree.items():

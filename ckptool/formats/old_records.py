@@ -72,8 +72,8 @@ class _Record:
         names = {fields[0] for fields in record["storages"]}
         if names != set(stored):
             difference = listed(sorted(names ^ set(stored)))
-            what = f"{source}: its tensors and the record of its tree no longer agree ({difference})"
-            raise Conflict(what, "Another program added, removed or renamed tensors and kept the record.")
+            what = f"{source}: its tensors no longer match the record of its tree ({difference})"
+            raise Conflict(what, "Another program changed the tensors, but kept the record.")
         self.storages = [self._storage(*fields) for fields in record["storages"]]
         self.tensors = [self._tensor(*fields) for fields in record["tensors"]]
         self.nodes: list[Any] = []

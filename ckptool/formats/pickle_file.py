@@ -59,13 +59,13 @@ def read(source: Source) -> Checkpoint:
     except CkptoolError:
         if _JOBLIB in source.read(0, min(_FIRST, source.size)):
             what = f"{source} was written by joblib"
-            why = "Its arrays lie between the opcodes, which only joblib reads."
+            why = "Its arrays are stored between the opcodes, which only joblib reads."
             raise Unsupported(what, why, "With joblib: pickle.dump(joblib.load(FILE), open('new.pkl', 'wb'))") from None
         raise
     if rest := source.size - opcodes.end:
         is_pickle = detect(source.read(opcodes.end, min(512, rest)), source)
         second = "Another pickle begins there (pickle.dump was called several times); pickle.load reads only the first."
-        why = second if is_pickle else "No reader of pickles looks at them; something may be hidden there."
+        why = second if is_pickle else "No pickle reader looks at them; something may be hidden there."
         fix = f"Take the first by itself: head -c {opcodes.end} {source} > first.pkl"
         raise Ambiguous(f"{source} has {rest:,} bytes after the end of its pickle", why, fix)
     notes = decoded.notes
@@ -74,10 +74,10 @@ def read(source: Source) -> Checkpoint:
 
 def _refuse_id(pid: Any) -> NoReturn:
     if type(pid) is tuple and pid and pid[0] == "storage":
-        what = "it is the data.pkl of a torch zip, taken out of it"
+        what = "it is the data.pkl of a torch zip, extracted"
         why = "The data of its tensors is in the other records of the archive."
         raise Unsupported(what, why, "Name the archive itself, or zip its folder again: zip -0 -r NEW.pt FOLDER")
     shown = f" ({pid[:40]})" if type(pid) is str else ""
-    what = f"it refers to something outside of the pickle, by a persistent id{shown}"
-    why = "Only the program that wrote it knows what is meant."
+    what = f"it refers to something outside the pickle by a persistent id{shown}"
+    why = "Only the program that wrote it knows what that means."
     raise Unsupported(what, why, "Load it with that program, and save its weights with torch.save.")

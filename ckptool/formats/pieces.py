@@ -159,7 +159,7 @@ class Joiner:
         for other in others:
             same = agree(first.entry, other.entry, read=True)
             if same is False:
-                self.different[name] = f"{first.owner}'s value is taken, {other.owner}'s is another"
+                self.different[name] = f"{first.owner}'s value is used; {other.owner}'s differs"
                 break
             if same is None and name not in self.not_compared:
                 self.not_compared.append(name)
@@ -170,11 +170,11 @@ class Joiner:
         if self.different:
             shown = listed([f"{name} ({what})" for name, what in self.different.items()], 3)
             what = counted(len(self.different), "tensor differs", "tensors differ")
-            yield Note(DIFFERENT, f"{what} between ranks that should have the same: {shown}")
+            yield Note(DIFFERENT, f"{what} between ranks that should agree: {shown}")
         if self.not_compared:
             shown, count = listed(self.not_compared, 3), len(self.not_compared)
             what = counted(count, "value that several ranks saved was", "values that several ranks saved were")
-            yield Note(NOT_COMPARED, f"{what} not compared, as no checksums of them are known: {shown}")
+            yield Note(NOT_COMPARED, f"{what} not compared, as they have no checksums: {shown}")
 
     def _corrupt(self, name: str, shape: tuple[int, ...], what: str) -> Corrupt:
         return Corrupt(
@@ -237,7 +237,7 @@ def problem(shape: tuple[int, ...], blocks: Sequence[Piece]) -> str:
     """What is wrong with blocks that do not fill the shape exactly once."""
     for block in blocks:
         if not _is_inside(shape, block.box):
-            return f"{block.owner} has elements outside of it, {list(block.entry.shape)} at {list(block.offsets)}"
+            return f"{block.owner} reaches outside of it: {list(block.entry.shape)} at {list(block.offsets)}"
     ordered = sorted(blocks, key=lambda block: block.offsets)
     for before, after in pairwise(ordered):
         if overlap(before.box, after.box):
@@ -263,7 +263,7 @@ def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
         return False
     cut = [axis for axis in range(len(shape)) if any(sizes[axis] != shape[axis] for _, sizes in boxes)]
     if len(cut) > MAX_SPLIT:
-        what = f"a tensor that is divided along {counted(len(cut), 'axis', 'axes')}"
+        what = f"a tensor sharded along {counted(len(cut), 'axis', 'axes')}"
         raise Unsupported(what, "Real device meshes have three or four.")
     corners: Counter[tuple[int, ...]] = Counter()
     for (begin, sizes), sign in [*((box, 1) for box in boxes), (((0,) * len(shape), shape), -1)]:
@@ -338,9 +338,9 @@ class _Assembly:
                 for other in piece.replicas:  # which have to have the same
                     theirs = row_major(other.part(common))
                     if not _values_agree(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
-                        what = f"{self.name or 'a tensor'}: {piece.owner} and {other.owner} saved different values of "
+                        what = f"{self.name or 'a tensor'}: {piece.owner} and {other.owner} saved different values for "
                         what += f"the elements from {list(common[0])}"
-                        why = "Both have the same part of it, so one of the files was damaged or is of another "
+                        why = "Both have the same part of it, so one of the files is damaged or from another "
                         fix = "Copy all files of the folder again, or take another checkpoint."
                         raise Conflict(what, f"{why}checkpoint.", fix)
                 place = tuple(slice(lo - b, lo - b + n) for lo, n, b in zip(*common, begin, strict=True))

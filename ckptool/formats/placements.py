@@ -165,10 +165,10 @@ class RankFile:
             raise damaged(self.path, f"{name} has no shape or type")
         for local, _ in saved.local:
             if isinstance(local, TensorEntry) and local.dtype != dtype:
-                raise another_run(self.path, f"{name} is {dtype}, and its values here are {local.dtype}")
+                raise another_run(self.path, f"{name} is {dtype}, but its values here are {local.dtype}")
         if not saved.is_dtensor:
             if sizes_of(saved.facts.get("size")) not in (None, shape):
-                raise another_run(self.path, f"{name} has the shape {list(shape)}, and its metadata says another")
+                raise another_run(self.path, f"{name} has the shape {list(shape)}, but its metadata says otherwise")
             places = tuple(map(_shard_place, items(saved.facts.get("shards_metadata"))))  # of the shards of all ranks
             chunks: list[Piece] = []
             for local, metadata in saved.local:
@@ -188,7 +188,7 @@ class RankFile:
             kind = local.kind if isinstance(local, Composite) else type(local).__name__
             raise Unsupported(
                 f"{self.path}: the part of {name} that is here is a {kind}",
-                "Only parts that are plain tensors are joined.",
+                "Only plain tensors can be joined.",
                 "With torch: call full_tensor() on all ranks, and save that.",
             )
         if id(saved.mesh) not in self._meshes:
@@ -197,14 +197,14 @@ class RankFile:
             if kind not in ("Shard", "StridedShard", "Replicate"):
                 raise Unsupported(
                     f"{self.path}: {name} has the placement {kind}",
-                    "Only shards and replicas are joined; of a Partial each rank has a summand.",
+                    "Only Shard and Replicate can be joined; of a Partial each rank has one summand.",
                     "With torch: redistribute it to Shard or Replicate before saving.",
                 )
         mesh = self._meshes[id(saved.mesh)][1]
         try:
             return self.divided(local, shape, dtype, mesh, saved.placements, saved.flags, saved.order)
         except ValueError as error:
-            raise damaged(self.path, f"{name} cannot be divided as it says: {error}") from None
+            raise damaged(self.path, f"{name} cannot be sharded the way it says: {error}") from None
 
     def divided(
         self,
@@ -257,14 +257,14 @@ class RankFile:
         grid, table = facts.get("mesh"), _rank_table(facts)
         if _size_of(table) > MAX_MESH:
             what = f"{self.path}: the mesh of {name} has more than {MAX_MESH:,} ranks"
-            raise LimitExceeded(what, "Larger ones are not read.")
+            raise LimitExceeded(what, "ckptool supports no larger ones.")
         ranks = tuple(table.numpy().reshape(-1).tolist() if isinstance(table, TensorEntry) else items(table))
         if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
             raise damaged(self.path, f"{name} has a mesh without a table of ranks")
         if max(ranks) >= self.world:
             files = counted(self.world, "rank")
             what = f"{self.path}: {name} is on a mesh with a rank {max(ranks):,}; there are files of {files}"
-            why = "Files of ranks are missing, or this one is of another run."
+            why = "Files of ranks are missing, or this one is from another run."
             raise Conflict(what, why, "Copy the files of all ranks, of one run.")
         if self.rank not in ranks or facts.get("_rank", self.rank) != self.rank:
             raise another_run(self.path, f"{name} was saved by rank {brief(facts.get('_rank'))} of its mesh")

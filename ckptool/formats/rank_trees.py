@@ -53,8 +53,7 @@ def joined_trees(
         if not apart:
             raise Unsupported(
                 f"{joiner.where}: the ranks saved different plain tensors as {name}: {listed(unjoinable, 3)}",
-                "No file says how they are divided over the ranks, or whether they are: one rank's would not be the "
-                "model.",
+                "No file says whether or how they are sharded: one rank's would not be the model.",
                 "Save a full state dict: "
                 "torch.distributed.checkpoint.state_dict.get_model_state_dict(…, full_state_dict=True)",
             )
@@ -65,14 +64,14 @@ def joined_trees(
     for path, (entry, what) in walk.differing.items():  # which should be the same on all ranks
         last = str(path[-1]) if path else ""
         if last in _STEPS and entry.numel == 1:
-            raise another_run(joiner.where, f"{address(path)} is one step by some ranks and another by others")
+            raise another_run(joiner.where, f"{address(path)} is one step on some ranks and another on others")
         if last.rpartition(".")[2] in _DIVIDED or entry.flags.requires_grad or what.endswith(")"):
-            what += " differs between ranks, is not divided over them, and looks like a weight"
+            what += " differs between ranks, is not sharded, and looks like a weight"
             raise another_run(joiner.where, what)
     if walk.unequal:
-        shown = [f"{place} (not as in {listed(files, 2)})" for place, files in walk.unequal.items()]
+        shown = [f"{place} (unlike {listed(files, 2)})" for place, files in walk.unequal.items()]
         what = counted(len(shown), "value differs", "values differ")
-        joiner.notes.append(Note(DIFFERENT, f"{what} between ranks, and the first rank's is taken: {listed(shown, 3)}"))
+        joiner.notes.append(Note(DIFFERENT, f"{what} between ranks, and the first rank's is used: {listed(shown, 3)}"))
     return tree
 
 
@@ -93,7 +92,7 @@ class _SideBySide:
     def join(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
         """The joined value at `path`, from those that these files have there."""
         if len(path) > MAX_DEPTH:
-            raise LimitExceeded(f"{self.where}: values nested more than {MAX_DEPTH} deep", "No checkpoint is.")
+            raise LimitExceeded(f"{self.where}: values nested more than {MAX_DEPTH} deep", "No real checkpoint is.")
         if any(isinstance(value, (TensorEntry, Composite)) for value in values):
             return self._join_tensor(path, files, values)
         kind = next((k for k in (dict, list, tuple) if all(isinstance(value, k) for value in values)), None)
@@ -119,7 +118,7 @@ class _SideBySide:
         name = address(path)
         tensors = [tensor for tensor in map(distributed, values) if tensor is not None]
         if tensors and len(tensors) < len(values):
-            what = f"{name} is divided over the ranks in some of their files, and whole in others"
+            what = f"{name} is sharded in some of the ranks' files and whole in others"
             raise another_run(self.where, what)
         if tensors:
             return self._from_shares(name, [f.share(name, tensor) for f, tensor in zip(files, tensors, strict=True)])
@@ -151,14 +150,14 @@ class _SideBySide:
                 one, other = f"{first.dtype}{list(first.shape)}", f"{share.dtype}{list(share.shape)}"
                 raise another_run(self.where, f"{name} is {one} and {other}, by {sources}")
             if share.agreed != first.agreed:
-                raise another_run(self.where, f"{name} is divided in two ways, by {sources}")
+                raise another_run(self.where, f"{name} is sharded in two ways, by {sources}")
         tables = dict.fromkeys(share.table for share in shares)
         if sum(map(len, tables)) > len({rank for table in tables for rank in table}):
-            raise another_run(self.where, f"{name} is divided over meshes of which some ranks are in two")
+            raise another_run(self.where, f"{name} is sharded over overlapping meshes")
         fits = (reading for reading in zip(*(share.readings for share in shares), strict=True) if None not in reading)
         if (blocks := next(fits, None)) is None:  # the reading that fits all of them
             misfit = next(share for share in shares if None in share.readings)
-            what = f"{name} has another shape here than its rank's part of {list(misfit.shape)} would have"
+            what = f"{name} has a different shape here than its rank's part of {list(misfit.shape)} would have"
             raise another_run(misfit.file.path, what)
         tensor = self.joiner.tensor(name, first.shape, first.dtype, chain(*filter(None, blocks)))
         flags = first.flags
@@ -171,7 +170,7 @@ class _SideBySide:
         where = [file.where for file, value in zip(files, values, strict=True) if not alike(first, value, equal=_same)]
         if where:
             if any(distributed(node) for value in values for node in visit(value)):
-                what = "holds tensors that are divided over the ranks, and is not of one kind on all"
+                what = "holds sharded tensors, but is not of one kind on all ranks"
                 raise another_run(self.where, f"{name} {what}")
             if path and path[-1] in _STEPS and all(type(value) in (int, float) for value in values):
                 what = f"{name} is {first!r} by {files[0].where}, and another step by {where[0]}"

@@ -1,7 +1,7 @@
 """`safetensors`: a JSON header of names, types, shapes and byte ranges, then the bytes.
 
 Source: https://github.com/huggingface/safetensors#format. Read more strictly than the stock library does: duplicate
-names are refused, as two readers could take two different tensors, and fields that the format does not know; written so
+names are refused, as two readers could take two different tensors, and unknown fields; written so
 that it and every loader that expects `format: pt` can read it. The header lists tensors in the order of their keys; the
 data is sorted by item size, so that every tensor is aligned to it.
 """
@@ -197,7 +197,7 @@ class _Header:
             # The shape of packed 4-bit values as torch has it, two to an element; the file counts them singly.
             if type(shape) is not list or not shape or type(shape[-1]) is not int or shape[-1] % 2:
                 what = f"{source}: {name} of 4-bit values has the shape {str(shape)[:200]}"
-                raise BadTensor(f"{what}, not of whole bytes")
+                raise BadTensor(f"{what}, which are not whole bytes")
             shape = [*shape[:-1], shape[-1] // 2]
         if type(shape) is not list or type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
             raise _bad_fields(source, name, fields)
@@ -207,9 +207,9 @@ class _Header:
             raise BadTensor(f"{source}: {name} {shown} has {end - begin:,} bytes")
         if len(fields) > 3:
             names = listed([key[:40] for key in sorted(fields.keys() - _FIELDS)], 3)
-            what = f"{source}: {name} has fields that the format does not know ({names})"
-            fix = "Where they mean nothing: safetensors.torch.save_file(load_file(OLD), NEW)"
-            raise Unsupported(what, "They may change what its values mean.", fix)
+            what = f"{source}: {name} has fields that the format does not define ({names})"
+            fix = "If they mean nothing: safetensors.torch.save_file(load_file(OLD), NEW)"
+            raise Unsupported(what, "They may change the meaning of its values.", fix)
         self.ranges.append((begin, end))
         storage = Storage(FileRange(source.file, source.start + self.base + begin, end - begin))
         return TensorEntry(storage, dtype, tuple(shape), stride)
@@ -260,7 +260,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     metadata.setdefault("format", "pt")
     if clash := sorted(set(metadata) & set(ties)):
         what = f"the tied tensor {clash[0]} has the name of an entry of the metadata"
-        raise Unsupported(what, "Both would be recorded in one place.")
+        raise Unsupported(what, "Both would be recorded under that name.")
     metadata.update(ties)
     fields: dict[str, Any] = {METADATA: metadata, **dict.fromkeys(stored)}
     segments: list[Segment] = []
@@ -296,7 +296,7 @@ def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     tree = checkpoint.tree
     if not isinstance(tree, dict):
         choose = f"Choose a part: {command('convert', FILE / 'ADDRESS', out=OUT_SAFETENSORS)}"
-        what = "a safetensors file holds a dictionary of tensors, nothing else"
+        what = "a safetensors file holds a dictionary of tensors and nothing else"
         raise Unsupported(what, "", f"{choose}; or keep everything: {arg(all=True)}")
     reasons = {name: why for name, value in tree.items() if (why := _why_not(name, value))}
     if not reasons:

@@ -110,14 +110,14 @@ def read(source: Input) -> Checkpoint:
     if len(names) > 1:
         what = f"{source} holds {counted(len(names), 'checkpoint')}: {listed(names)}"
         fix = f"Name one of them: {os.path.join(source.path, names[0])}"
-        raise Ambiguous(what, "They may differ: name the one you mean.", fix)
+        raise Ambiguous(what, "They may differ.", fix)
     if names:
         return _read_index(source, names[0]) if _is_index(names[0]) else read_alone(source.open(names[0]))
-    what = f"{source} holds shards and no index: {listed([name for name in source.names if _is_shard(name)], 2)}"
+    what = f"{source} holds shards but no index: {listed([name for name in source.names if _is_shard(name)], 2)}"
     why = "Only *.index.json records which tensors make up the checkpoint, and in which files they are."
     if pieces := hf_pieces.below(source):
-        what += ", which torch consolidated and did not finish"
-        raise OnlyAPart(what, why, f"Read what they were to be made of: {command('inspect', pieces)}")
+        what += "; torch did not finish consolidating them"
+        raise OnlyAPart(what, why, f"Read the pieces that they were made from: {command('inspect', pieces)}")
     raise OnlyAPart(what, why, "Copy the index too; or name one shard, which is read by itself.")
 
 
@@ -144,7 +144,7 @@ def _read_index(folder: Folder, index_name: str) -> Checkpoint:
     for place in (metadata, *(shard.metadata for shard in shards.values())):
         for dropped, kept in safetensors.ties_in(place, tree).items():
             if isinstance(tree[kept], TensorEntry) and ties.setdefault(dropped, kept) != kept:
-                what = f"{index}: {dropped} is recorded as a tie of {kept} and of {ties[dropped]}"
+                what = f"{index}: {dropped} is recorded as a tie of both {kept} and {ties[dropped]}"
                 raise Conflict(what, "The shards come from two runs.")
     for dropped, kept in ties.items():
         tree[dropped] = replace(tree[kept])
@@ -210,7 +210,7 @@ def _shards(folder: Folder, index: str, weight_map: dict[str, str]) -> dict[str,
         for name in tree:
             is_tied = name not in weight_map and name in entries and id(entries[name].storage.data) in data_ids
             if weight_map.get(name) != file and not is_tied:
-                mismatches.append(f"{name!s} is in {file}, where the index does not have it")
+                mismatches.append(f"{name!s} is in {file}, where the index does not list it")
     if mismatches:
         count = counted(len(mismatches), "name differs", "names differ")
         what = f"{index} and its shards do not belong together: {count} ({listed(mismatches, 3)})"
@@ -225,10 +225,10 @@ def _parse_index(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
     index = parse_object(source.read(0, source.size), f"{source}: the index")
     if "param_groups" in index:
         what = f"{source} is the index of an optimizer's state, as ColossalAI divides it"
-        raise Unsupported(what, "Its files hold it by the numbers of parameters, and are read one by one.")
+        raise Unsupported(what, "Its files, which number the parameters, are read one by one.")
     names, metadata = index.get("weight_map"), index.get("metadata", {})
     if names is None:
-        what = f"{source} is a JSON text without a weight_map"
+        what = f"{source} is a JSON file without a weight_map"
         why = "It may be an error message or another kind of index; it is not an index of shards."
         raise NotACheckpoint(what, why, f"See what it says: head -c 300 {source}")
     is_table = isinstance(names, dict) and all(type(file) is str for file in names.values())
@@ -237,7 +237,7 @@ def _parse_index(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
     if not is_table or not isinstance(metadata, dict):
         raise Corrupt(f"{source}: its weight_map or metadata is not that of an index", "It was damaged.")
     if len(names) > (limit := safetensors.MAX_TENSORS):
-        raise LimitExceeded(f"{source}: {counted(len(names), 'tensor')}", f"At most {limit:,} are read.")
+        raise LimitExceeded(f"{source}: {counted(len(names), 'tensor')}", f"ckptool reads at most {limit:,}.")
     return names, metadata
 
 
@@ -253,13 +253,13 @@ def _notes(index: str, folder: Folder, total_size: Any, tree: Any, shards: dict[
     stems.add(os.path.splitext(os.path.basename(index).removesuffix(".index.json"))[0])
     numbered = {name: match["stem"] for name in folder.names if (match := NUMBERED.fullmatch(name))}
     if stale := [name for name, stem in numbered.items() if stem in stems and name not in shards]:
-        what = f"{counted(len(stale), 'file is', 'files are')} named like shards and not in the index"
-        notes.append(Note("stale-shards", f"{what}, perhaps of another run: {listed(stale, 3)}"))
+        what = f"{counted(len(stale), 'file is', 'files are')} named like shards but not in the index"
+        notes.append(Note("stale-shards", f"{what}, perhaps from another run: {listed(stale, 3)}"))
     entries = [value for value in tree.values() if isinstance(value, (TensorEntry, Composite))]
     sizes = {id(e.storage.data) if isinstance(e, TensorEntry) else id(e): e.nbytes for e in entries[::-1]}
     if total_size not in (None, sum(sizes.values()), sum(entry.nbytes for entry in entries)):
         shown = f"{total_size:,}" if type(total_size) in (int, float) else repr(total_size)[:40]
-        what = f"the index says that its tensors have {shown} bytes; they have {sum(sizes.values()):,}"
+        what = f"by the index its tensors have {shown} bytes; they have {sum(sizes.values()):,}"
         notes.append(Note("total-size", what))
     return notes
 
@@ -366,9 +366,9 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     `Unsupported` naming everything that cannot be kept.
     """
     if marks.PICKLE in checkpoint.metadata:
-        what = f"a whole tree (convert {arg(all=True)}) is one safetensors file, and is not divided into shards"
+        what = f"a whole tree (convert {arg(all=True)}) is one safetensors file, never shards"
         fix = f"Write it as one: {arg(container='safetensors')}; or only its weights: without {arg(all=True)}"
-        raise Unsupported(what, "The pickle that leads back to it is in that file.", fix)
+        raise Unsupported(what, "The pickle that restores it is in that file.", fix)
     division = checkpoint.origin if isinstance(checkpoint.origin, Division) else Division()
     stored, ties = safetensors.without_ties(safetensors.holdable(checkpoint))
     shards = division.files(stored, ties)
@@ -380,12 +380,13 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     numbered = NUMBERED.fullmatch(first)
     is_alone = len(shards) == 1 and not numbered
     set_on = whole_tree.set_on(checkpoint.tree)
+    of_all = set_on | {key: mark for key, mark in checkpoint.metadata.items() if key == marks.RECOVERED}
     files: dict[str, Iterable[Segment]] = {}
     checks: list[Storage] = []
     for file, tree in trees.items():
         old_metadata = division.shards[file].metadata if file in division.shards and not division.pickled else {}
         metadata = {key: value for key, value in old_metadata.items() if key not in division.ties}
-        metadata |= set_on if is_alone else {}
+        metadata |= of_all if is_alone else {}
         plan = safetensors.write(Checkpoint(tree, safetensors.NAME, metadata, tensors_only=True))
         (files[file],) = plan.files.values()
         checks += plan.checks
@@ -396,9 +397,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         # The names that are really in the shards, in the tree's order; the others are recorded as ties of these.
         weight_map = {name: file_of[name] for name in checkpoint.tree if name in file_of}
         metadata = dict(checkpoint.metadata) if checkpoint.container == "sharded" else {}
-        if mark := checkpoint.metadata.get(marks.RECOVERED):
-            metadata[marks.RECOVERED] = mark
-        metadata |= set_on
+        metadata |= of_all
         metadata["total_size"] = sum(entry.nbytes for entry in stored.values())
         if "total_parameters" in metadata:
             metadata["total_parameters"] = sum(stored[name].numel for name in weight_map)

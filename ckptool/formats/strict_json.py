@@ -23,7 +23,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _NEXT = re.compile(r"[ \t\n\r]*([,}])[ \t\n\r]*")
 _END = re.compile(r"\}[ \t\n\r]*")
 _MINUS_ZERO = re.compile(r"[\[:,][ \t\n\r]*-0")
-_CUT = "It was cut off, or changed by hand."
+_CUT = "It is truncated, or was edited by hand."
 
 
 def parse_object(raw: bytes, what: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def members(raw: bytes, what: str, texts: str, take: Callable[[Pairs], bool]) ->
     for name in cursor.names(take):
         yield name, cursor.texts() if name == texts else cursor.value()
     if cursor.at != len(cursor.text):
-        raise cursor.wrong("something follows its end")
+        raise cursor.wrong("it goes on after its end")
 
 
 class _Cursor:
@@ -152,7 +152,7 @@ class _Cursor:
                 raise Ambiguous(f"{self.what} names {name} twice", "Readers disagree about which one counts.")
             texts[name] = self.string()
             if len(texts) > MAX_TEXTS:
-                raise LimitExceeded(f"{self.what} holds more than {MAX_TEXTS:,} texts")
+                raise LimitExceeded(f"{self.what} holds more than {MAX_TEXTS:,} strings")
         return texts
 
     def wrong(self, why: str) -> Corrupt:
@@ -184,4 +184,4 @@ def _decoder(what: str) -> json.JSONDecoder:
 
 
 def _half_a_pair(what: str) -> Corrupt:
-    return Corrupt(f"{what} has texts that are not Unicode (half a surrogate pair)")
+    return Corrupt(f"{what} has strings that are not Unicode (half a surrogate pair)")

@@ -101,23 +101,23 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
         magic = small_pickle(data, 0, name)
         if run := next(uses(magic.aside()), None):
             what = f"{name}: its magic number is computed, by {run.name}"
-            why = "torch writes a number there; this file runs a program as soon as it is loaded."
+            why = "torch writes a plain number there; this file runs code as soon as it is loaded."
             raise UnsafeObject(what, why, "Do not load it with torch.load(weights_only=False).")
         if magic.root != MAGIC or type(magic.root) is not int:
-            what = f"{name} is laid out as torch's legacy files, but its magic number is {brief(magic.root, 80)}"
+            what = f"{name} is laid out like torch's legacy files, but its magic number is {brief(magic.root, 80)}"
             raise NotACheckpoint(what, f"It should be {MAGIC:#x}.")
         version = small_pickle(data, magic.end, name)
         if version.root != VERSION or type(version.root) is not int:
             what = f"{name}: its version is {brief(version.root, 80)} instead of {VERSION}"
-            raise Corrupt(what, "No torch writes another.")
+            raise Corrupt(what, "No torch version writes any other.")
         info = small_pickle(data, version.end, name)
         little_endian, begin = machine_order(info.root, VERSION, name), info.end
         aside = [*magic.discarded, *version.discarded, *info.aside()]
     opcodes, tables = skeleton(data, begin, name=name), LegacyStorages()
     decoded = decode_lazily(opcodes, tables.load, builders_at(depth), name=name, file_bytes=data.length)
     if any(isinstance(node, StorageView) for node in visit((decoded.root, decoded.discarded))):
-        what = f"{name}: a view of a storage stands by itself"
-        raise Unsupported(what, "torch keeps such a view in tensors only.")
+        what = f"{name}: a storage view outside of a tensor"
+        raise Unsupported(what, "torch keeps such views only in tensors.")
     keys = small_pickle(data, opcodes.end, name)
     try:
         end = tables.place(data, keys.root, keys.end)
@@ -125,7 +125,7 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
         raise error.within(name) from None
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little" if little_endian else "big"}
     notes = [*decoded.notes, *protocol_notes(decoded)]
-    notes.append(Note("no-checksums", "the format has no checksums: damage to its data cannot be noticed", COMPACT))
+    notes.append(Note("no-checksums", "the format has no checksums: damage to its data cannot be detected", COMPACT))
     if rest := data.length - end:
         notes.append(Note("trailing-bytes", f"{rest:,} bytes after the last storage are used by nothing", COMPACT))
     calls = (*aside, *decoded.discarded, *keys.aside())
@@ -183,7 +183,7 @@ class LegacyStorages:
             raise Corrupt("a persistent id that names no storage")
         _, cls, key, location, numel, view = parts
         if [*map(type, parts[1:5])] != [Global, str, str, int]:
-            raise Corrupt("a persistent id of a storage that is not as torch writes it", _DAMAGED)
+            raise Corrupt("a storage's persistent id that torch would not write", _DAMAGED)
         is_known, dtype = storage_class(cls)
         if not is_known:
             raise Unsupported(f"the storage {key} has the unknown type {cls}", "The size of its elements is unknown.")
@@ -201,7 +201,7 @@ class LegacyStorages:
             return first if dtype is first.dtype else StorageRef(storage, dtype)
         name, offset, count = map(as_text, view) if type(view) is tuple and len(view) == 3 else (None, None, None)
         if type(name) is not str or type(offset) is not int or type(count) is not int:
-            raise BadTensor("a view of a storage that is not as torch writes it", _NO_TENSOR)
+            raise BadTensor("a storage view that torch would not write", _NO_TENSOR)
         if offset < 0 or count < 0 or offset + count > numel:
             extent = f"of a storage that has {numel:,}"
             raise BadTensor(f"the view {name} is of the elements {offset:,} to {offset + count:,} {extent}", _NO_TENSOR)
@@ -216,7 +216,7 @@ class LegacyStorages:
         if not all(type(key) is str for key in keys):
             raise Corrupt("the list of storages is not a list of keys", _MENDED)
         if sorted(keys) != sorted(self.roots):
-            raise Corrupt("the list of storages does not have each that is used, once", _MENDED)
+            raise Corrupt("the list of storages does not have each used key exactly once", _MENDED)
         for number, key in enumerate(keys):
             if number % _AHEAD == 0 and isinstance(data, FileRange):
                 sizes = (8 + self.roots[key].storage.nbytes for key in keys[number : number + _AHEAD])
@@ -240,13 +240,13 @@ def _unplaced(offset: int, length: int) -> bytes:
 
 
 def _contradiction(key: str, kind: type[Corrupt]) -> Corrupt:
-    return kind(f"the storage {key[:80]} is described in two ways", "Readers would disagree about which is right.")
+    return kind(f"the storage {key[:80]} is described in two ways", "Readers would disagree about which counts.")
 
 
 def class_of(parts: tuple[Any, ...]) -> Global:
     """The class that `(class, file, source text)` in a persistent id names; nobody looks at the text."""
     if len(parts) != 3 or type(parts[0]) is not Global:
-        raise Corrupt("a persistent id of a module that is not as torch writes it", _DAMAGED)
+        raise Corrupt("a module's persistent id that torch would not write", _DAMAGED)
     return parts[0]
 
 

@@ -61,14 +61,14 @@ def read(source: Source) -> Checkpoint:
         if header.name not in MEMBERS:
             raise Corrupt(f"{name} is in it, which torch does not write", f"It writes {', '.join(MEMBERS)}.")
         if header.name in members:
-            raise Corrupt(f"{name} is in it twice", "Readers would disagree about which is right.")
+            raise Corrupt(f"{name} is in it twice", "Readers would disagree about which counts.")
         members[header.name] = FileRange(source, header.offset_data, header.size)
     if missing := [name for name in MEMBERS if name not in members]:
         raise Corrupt(f"{source} has no {' and no '.join(missing)} in it", f"torch writes {', '.join(MEMBERS)}.")
     info = small_pickle(members["sys_info"], 0, f"{source}: sys_info")
     if not machine_order(info.root, VERSION, f"{source}: sys_info"):
         what = f"{source} was written on a big-endian machine"
-        raise Unsupported(what, "Archives as old as that are read from little-endian ones only.")
+        raise Unsupported(what, "Archives of that age are supported from little-endian machines only.")
     tables = _Tables()
     for name, parse in (("storages", tables.read_storages), ("tensors", tables.read_tensors)):
         try:
@@ -82,7 +82,7 @@ def read(source: Source) -> Checkpoint:
     decoded = decode_lazily(opcodes, tables.load, BUILDERS, name=name, file_bytes=data.length)
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little"}
     notes = [*decoded.notes]
-    what = "the format has checksums of its headers only: damage to its data cannot be noticed"
+    what = "the format has checksums of its headers only: damage to its data cannot be detected"
     notes.append(Note("no-checksums", what, COMPACT))
     if rest := source.size - archive.end:
         notes.append(Note("trailing-bytes", f"{rest:,} bytes after the archive are used by nothing", COMPACT))
@@ -149,7 +149,7 @@ class _Tables:
         if value is None:
             raise Corrupt(f"the value refers to the tensor {brief(key, 80)}, which is not in the file", _DAMAGED)
         if isinstance(value, StorageView):
-            raise Unsupported("a view of a storage stands by itself", "torch keeps such a view in tensors only.")
+            raise Unsupported("a storage view outside of a tensor", "torch keeps such views only in tensors.")
         return value
 
     def read_storages(self, reader: _Member) -> None:
@@ -278,7 +278,7 @@ class Tar:
         at = archive.offset
         tail = source.read(at, min(2 * _BLOCK, source.size - at)) if at < source.size else b""
         if len(tail) < 2 * _BLOCK or source.size % _BLOCK or tail.strip(b"\0"):
-            what = f"{source}: at byte {at:,} is neither a header that matches its checksum nor the end of the archive"
+            what = f"{source}: at byte {at:,} there is neither a valid header nor the end of the archive"
             raise Truncated(what, _CUT)
         at += 2 * _BLOCK
         padding = source.read(at, min(source.size - at, 20 * _BLOCK))

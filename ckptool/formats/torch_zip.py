@@ -103,7 +103,7 @@ def read_pickled(
     if len(pickles) > 1:
         raise Ambiguous(f"{source} holds two checkpoints ({' and '.join(map(str, pickles))})")
     if not pickles and (lookalike := next((name for name in records if name.lower().endswith("/data.pkl")), None)):
-        raise Ambiguous(f"{source} has no data.pkl, but {lookalike}", "torch takes it for one, other readers do not.")
+        raise Ambiguous(f"{source} has no data.pkl, but {lookalike}", "torch reads it as one, other readers do not.")
     root = pickles[0].name.removesuffix("data.pkl") if pickles else ""
     if not pickles or f"{root}.data/extern_modules" in records:
         from ckptool.formats.unrecognized import other_zip
@@ -113,7 +113,7 @@ def read_pickled(
         raise Ambiguous(f"{source} has records outside its folder {root}: {outside[0]}")
     # A checkpoint with the records of a program: `torch.load` sees one thing, `torch.jit.load` the other.
     if not script and (root + "constants.pkl" in records or any(name.startswith(root + "code/") for name in records)):
-        raise Ambiguous(f"{source} is a checkpoint that has records of a TorchScript program as well")
+        raise Ambiguous(f"{source} is a checkpoint that also has records of a TorchScript program")
     for record in records.values():
         if record.name.count("/") == 1:
             record.confirm()  # under another name in its own header, it would say something to one reader alone
@@ -220,7 +220,7 @@ def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[
     if any(record.method for record in archive.records.values()):
         messages["deflated"] = "re-zipped with compression: torch cannot map it (mmap=True)"
     if archive.records and not archive.has_checksums:
-        messages["no-checksums"] = "the archive stores no checksums: damage to its data cannot be noticed"
+        messages["no-checksums"] = "the archive stores no checksums: damage to its data cannot be detected"
     if storages.big_endian:
         messages["big-endian"] = "written on a big-endian machine"
     return [Note(code, message, command("convert", FILE, out=OUT)) for code, message in messages.items()]
@@ -304,7 +304,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
     archive, root, keys = origin.archive, origin.root, _Keys(origin)
     if archive.edits >= directory.MAX_EDITS:
         what = f"{archive.source} was edited in place {archive.edits} times already"
-        why = "Every edit leaves its old pickle and directory inside; it is time to write a new file."
+        why = "Every edit leaves its old pickle and directory inside; write a new file instead."
         raise Conflict(what, why, command("convert", archive.source.file.path, out=OUT))
     # In an archive without checksums, a new record has none either: else the zeros of the others would count.
     layout = ZipLayout(origin.alignment, archive.end, archive.has_checksums)

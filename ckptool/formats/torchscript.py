@@ -39,7 +39,7 @@ def read(archive: Archive) -> Checkpoint:
     source = archive.source
     root, small, storages, decoded = read_pickled(archive, _BUILDERS, script=True)
     if not _is_script(decoded.root) or root + "constants.pkl" not in archive.records:
-        raise Ambiguous(f"{source} is a checkpoint that has the records of a TorchScript program as well")
+        raise Ambiguous(f"{source} is a checkpoint that also has the records of a TorchScript program")
     program = _Program(archive, root, storages.big_endian)
     tree = _tree(decoded.root, program.classes())
     path = source.file.path
@@ -118,7 +118,7 @@ def _tree(top: Object, classes: dict[Global, _ScriptClass]) -> dict[str, Any]:
 
 def _add(names: dict[str, Any], name: str, value: Any) -> None:
     if name in names:
-        raise Corrupt(f"two attributes called {name}", "Names of modules have no dots; the file is probably malicious.")
+        raise Corrupt(f"two attributes called {name}", "Module names have no dots; the file is probably malicious.")
     names[name] = value
 
 
@@ -155,7 +155,7 @@ class _Program:
         size, stored = (sum(getattr(record, name) for record in self.files.values()) for name in ("size", "stored"))
         if size > (limit := inflated_limit(stored)):
             files = f"{counted(len(self.files), 'file')} of code {form(len(self.files), 'is', 'are')}"
-            why = f"At most {limit:,} are read from so few bytes; the file is probably malicious."
+            why = f"ckptool reads at most {limit:,} from so few bytes; the file is probably malicious."
             raise LimitExceeded(f"{archive.source}: its {files} {size:,} bytes when unpacked", why)
 
     def beside(self) -> dict[str, Callable[[], Any]]:

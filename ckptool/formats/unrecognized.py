@@ -19,9 +19,9 @@ from ckptool.errors import CkptoolError, Corrupt, NoCheckpointInside, NotACheckp
 
 _READS = "ckptool reads what torch.save and safetensors write."
 _AS_TEXT = rb"(?i)(?:\xef\xbb\xbf)?\s*"
-_PAGE = "The download gave a login page or an error message instead of the file."
+_PAGE = "The server sent a login page or an error message instead of the file."
 _AGAIN, _INSIDE = "Download it again, logged in.", "The checkpoint is inside."
-_PACKED = "torch.save writes none; models are packed this way to get past scanners that look for pickles."
+_PACKED = "torch.save writes none; models are packed like that to get past scanners that look for pickles."
 # The first bytes of a file, tried in this order; the error; what it is (`{}`: what the pattern has in a group), what
 # that means, and what to do: behind a colon the program that unpacks it.
 _KINDS: tuple[tuple[bytes, type[CkptoolError], str, str, str], ...] = (
@@ -41,7 +41,7 @@ _KINDS: tuple[tuple[bytes, type[CkptoolError], str, str, str], ...] = (
     (rb"Rar!\x1a\x07", Unsupported,
         "a RAR archive, whatever its name says", _PACKED, "If you trust where it is from: unrar x"),
     (rb".{257}ustar", Unsupported,
-        "a tar archive, not one of torch's",
+        "a tar archive, but not one of torch's",
         "Its files are read one by one, when they are unpacked.", "See what is in it: tar tf"),
     (rb"\x89PNG", NotACheckpoint, "a PNG image, whatever its name says", "", ""),
     (rb"\x7fELF", NotACheckpoint, "an ELF program, whatever its name says", "", ""),
@@ -109,7 +109,7 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         zeros = len(start) - len(start.lstrip(b"\0"))
         suffix = " or more" if zeros == MAX_ZEROS < source.size else ""
         what = f"{source}: the first {zeros:,}{suffix} of its {source.size:,} bytes are zero"
-        why = "Their space was reserved but never written, or their data was lost in a crash."
+        why = "The space was reserved but never written, or the data was lost in a crash."
         return Corrupt(what, why, "Copy or download it again.")
     try:
         getincrementaldecoder("utf-8")().decode(head)
@@ -121,8 +121,8 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         return NotACheckpoint(what, f"It begins with the bytes {head[:8].hex(' ')}.")
     if re.match(_AS_TEXT + rb"[\[{]", head):
         scan = command("scan", os.path.dirname(source.path) or os.curdir)
-        why = "An index, a configuration or an error message, not the tensors."
-        return NotACheckpoint(f"{source} is a JSON text", why, f"See which files with tensors are beside it: {scan}")
+        why = "It is an index, a configuration or an error message, not the tensors."
+        return NotACheckpoint(f"{source} is a JSON file", why, f"See which files beside it have tensors: {scan}")
     return NotACheckpoint(f"{source} is a text file", f"It begins with: {head[:40].decode('utf-8', 'replace')}")
 
 
@@ -132,7 +132,7 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
 # holds, and how to unpack it.
 _ZIPS: tuple[tuple[str, type[CkptoolError], str, str, str], ...] = (
     (r"(?:^|/)serialized_exported_program\.json$|^[^/\n]*/archive_format$", Unsupported,
-        "a program of torch.export (.pt2)", "Its tensors belong to a graph that only torch understands.",
+        "a program of torch.export (.pt2)", "Its tensors belong to a graph that only torch can read.",
         "With torch: torch.save(torch.export.load(FILE).state_dict, 'weights.pt')"),
     (r"^[^/\n]*/\.data/extern_modules$", Unsupported, "a torch.package archive",
         "It holds source code that builds its objects; ckptool runs none of it.",

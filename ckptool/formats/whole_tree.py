@@ -45,7 +45,7 @@ def pickle_of(tree: Any, keys: Mapping[int, str]) -> bytes:
     if len(content) > MAX_PICKLE:
         what = f"{KEY} would have {len(content):,} bytes"
         fix = f"Write a torch file: {arg(container='torch-zip')}"
-        raise LimitExceeded(what, f"At most {MAX_PICKLE:,} are read.", fix)
+        raise LimitExceeded(what, f"ckptool reads at most {MAX_PICKLE:,}.", fix)
     return content
 
 
@@ -73,18 +73,18 @@ class PickledStorages:
         if key not in self._loaded:
             name, axes = json.loads(key)
             if name not in self.values:
-                raise Conflict(f"there is no {name}, of which the pickle speaks", _CHANGED)
+                raise Conflict(f"there is no {name}, which the pickle refers to", _CHANGED)
             entry = self.values[name]
             if not isinstance(entry, TensorEntry):
                 raise TypeError("a storage")
             data, crc = entry.storage.data, entry.storage.crc
             if axes is not None:
                 if sorted(axes) != list(range(len(entry.shape))):
-                    raise Conflict("a tensor has another number of dimensions than the pickle says", _CHANGED)
+                    raise Conflict("the number of a tensor's dimensions differs from the pickle's", _CHANGED)
                 data, crc = row_major(replace(entry, stride=row_major_strides(entry.shape)).permute(axes)), None
             self._loaded[key] = self.used[name] = Storage(data, str(location), crc)
             if self._loaded[key].nbytes // (dtype.itemsize if dtype else 1) != count:
-                raise Conflict(f"{name} has another size than the pickle says", _CHANGED)
+                raise Conflict(f"{name} differs in size from what the pickle says", _CHANGED)
         return StorageRef(self._loaded[key], dtype)
 
 
@@ -169,7 +169,7 @@ def unpack(
     tree = pickle.root
     if stored and type(tree) is OrderedDict and not tree:
         if not is_metadata(tree.metadata):
-            raise Corrupt(f"{name} is not what ckptool writes", _CHANGED)
+            raise Corrupt(f"{name} was not written by ckptool", _CHANGED)
         return OrderedDict({**stored, **tied}, {METADATA: tree.metadata}), pickle.aside(), False
     # The names of tensors that are of another type or shape in the container than in the tree, or in one of them alone.
     changed = stored.keys() ^ storages.used.keys()
@@ -184,7 +184,7 @@ def unpack(
             if kind not in views.get(id(storage), ()) and not is_bytes:
                 changed.add(key)
     if changed:
-        what = f"{where}: its tensors and the pickle of its tree no longer agree ({listed(sorted(changed))})"
+        what = f"{where}: its tensors no longer match the pickle of its tree ({listed(sorted(changed))})"
         raise Conflict(what, _CHANGED)
     return tree, pickle.discarded, True
 

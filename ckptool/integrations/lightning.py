@@ -129,7 +129,7 @@ class ExactResume(Callback):
         if _KEY in checkpoint:
             self._fetches.resume(checkpoint[_KEY], trainer.global_rank, trainer.world_size, "the checkpoint")
         elif trainer.is_global_zero:
-            to_stderr("the checkpoint was saved without this ExactResume: the run goes on with other random numbers")
+            to_stderr("the checkpoint was saved without this ExactResume: the run continues with other random numbers")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Reminds each ModelCheckpoint that it saved this step, which Lightning forgets: it would save the step again,

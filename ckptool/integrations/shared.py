@@ -156,7 +156,7 @@ class Fetches:
         if len(states) != size:
             raise Conflict(
                 f"{where} was saved by {counted(len(states), 'process', 'processes')}, and this run has {size:,}",
-                "Random states and places in the data belong to a number of processes.",
+                "Random states and data positions depend on the number of processes.",
                 f"Start {len(states):,}",
             )
         self.saved = to_cpu(states[rank], copied=True)

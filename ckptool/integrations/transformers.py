@@ -61,13 +61,13 @@ class DurableCheckpoints:
                 argument = True if any(saved.sidecar for saved in checkpoints) else checkpoints[-1].path
                 raise Conflict(
                     f"{folder} holds checkpoints already",
-                    "A new run would overwrite some and mix with the others.",
+                    "A new run would overwrite some and mix with the rest.",
                     f"Resume: trainer.train(resume_from_checkpoint={argument!r}); or name another output_dir",
                 )
             if resume and self.args.save_only_model:
                 raise UsageError(
                     "save_only_model=True leaves out the optimizer and the random state",
-                    "A run cannot resume from such checkpoints exactly.",
+                    "A run cannot resume exactly from such checkpoints.",
                     "Leave it out of TrainingArguments",
                 )
             state = TrainerState.load_from_json(os.path.join(resume, _STATE)) if resume else None

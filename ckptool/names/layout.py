@@ -169,7 +169,7 @@ class LayoutRules:
         if self.models and isinstance(model, str) and model not in self.models:
             what = f"{self.name} is for {listed(self.models)}, and config.json says {model[:60]!r}"
             why = "Models with the same names may compute something else with them. Nothing was written."
-            fix = f"If they do not, take the weights without that config.json, and {arg('set')} numbers"
+            fix = f"If they do not, use the weights without that config.json, and {arg('set')} numbers"
             raise Conflict(what, why, fix)
         matches[0][1].check(node, config)
         return matches[0][0]
@@ -207,14 +207,14 @@ class LayoutRules:
         """The error for weights of another layout, or of this one below a wrapper."""
         if any(candidate.is_of(node) for candidate, _ in self.sides()):  # of the first side, which it must not be
             what, reverse = f"the weights are already those of {self.old.name}", arg(reverse=True)
-            return NoMatch(what, f"{reverse} is the way from {self.new.name}.", f"Leave out {reverse}.")
+            return NoMatch(what, f"{reverse} converts from {self.new.name}.", f"Leave out {reverse}.")
         bare = {without_wrappers(key): value for key, value in node.items() if type(key) is str}
         if bare.keys() != node.keys() and any(side.is_of(bare) for side, _ in self.sides()):
-            what, why = "the keys begin with what a wrapper adds", "Without that they are of the layout."
+            what, why = "the keys begin with a wrapper's prefix", "Without it they fit the layout."
             return Conflict(what, why, f"Remove it first: {command('strip-module', FILE, out=OUT)}")
         lacking = next((text for text in side.has if not _holds(text, node)), "")
         without = f": there is no {lacking}" if lacking else ""
-        what = f"the weights are not of the layout {self.name}{without}"
+        what = f"the weights do not have the layout {self.name}{without}"
         sentences = (f"{each.name} weights have {listed(each.has, 4)}" for each in (self.old, self.new))
         return NoMatch(what, f"{'; '.join(sentences)}. Nothing was written.")
 
@@ -301,7 +301,7 @@ def layout_or_file(name: str | os.PathLike[str]) -> LayoutRules:
     if path in shipped() and not os.path.isfile(path):
         return shipped_layout(path)
     if not os.path.lexists(path) and os.sep not in path and "." not in path:
-        what = f"{path!r} is neither a file nor a layout that ships"
+        what = f"{path!r} is neither a file nor a shipped layout"
         raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", "See them: ckptool translate --list")
     return read_layout(path)
 

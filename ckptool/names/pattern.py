@@ -47,7 +47,7 @@ def unbound(name: str, text: str, inner: str = "") -> Unbound:
     either = f", or what it is computed of: {arg(set=f'{inner}=NUMBER')}" if inner else ""
     error = Unbound(
         f"{name!r}{f', which is {text!r},' if inner else within} has no value",
-        "It is no variable of the names, not in the variables of the rules, and not in the model's configuration.",
+        "It is not a variable of the names, the rules or the model's configuration.",
         f"Give it: {arg(set=f'{name}=NUMBER')}{either}",
     )
     error.name, error.of_rules = name, bool(inner)
@@ -101,7 +101,7 @@ def _wrong(node: ast.AST, functions: tuple[str, ...]) -> str:
         case ast.Name():
             return ""
         case ast.Attribute(value=value):
-            return "" if _dotted(value) else "a dot after what is no name"
+            return "" if _dotted(value) else "a dot after something that is not a name"
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return _wrong(operand, functions)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in (*_OPERATORS, ast.Div):
@@ -113,7 +113,7 @@ def _wrong(node: ast.AST, functions: tuple[str, ...]) -> str:
             return next(filter(None, (_wrong(part, functions) for part in expressions)), "")
         case ast.Call():
             return f"the functions are {', '.join(functions)}" if functions else "there are no functions"
-    return f"{type(node).__name__.lower()} has no place in one"
+    return f"{type(node).__name__.lower()} is not allowed in one"
 
 
 def _dotted(node: ast.AST) -> str:
@@ -156,7 +156,7 @@ def _value(node: Any, text: str, lookup: Lookup, functions: Functions) -> int:
     left, right, exact = number(node.left), number(node.right), isinstance(node.op, ast.Div)
     if (exact or isinstance(node.op, (ast.FloorDiv, ast.Mod))) and (right == 0 or (exact and left % right)):
         what = f"{left:,} cannot be divided by {right:,} in {text!r}"
-        raise UsageError(what, "The numbers do not fit each other, or not this checkpoint. Nothing was written.")
+        raise UsageError(what, "The numbers do not fit each other, or do not fit this checkpoint. Nothing was written.")
     return _bounded(left // right if exact else _OPERATORS[type(node.op)](left, right), text)
 
 
@@ -275,7 +275,7 @@ class Name:
             what = (
                 f"{key[:60]}… has {counted(len(key), 'character')}, and {self.text!r} {self.open_ended} places for them"
             )
-            raise UsageError(what, "They could match it in too many ways: write fewer of *.")
+            raise UsageError(what, "They could match it in too many ways: use fewer *.")
         match = self.pattern.fullmatch(key)
         if match is None:
             return None
@@ -286,7 +286,7 @@ class Name:
         solutions = list(self._solutions(match, lookup, ranges))
         if len(solutions) > 1:
             what = f"{key} is {self.text} in {counted(len(solutions), 'way')}"
-            raise UsageError(what, "The rules have to say how many values its variables have: `ranges`.")
+            raise UsageError(what, "The rules have to give the ranges of its variables: `ranges`.")
         return solutions[0] if solutions else None
 
     def _solutions(self, match: re.Match[str], lookup: Lookup, ranges: Mapping[str, int]) -> Iterator[dict[str, str]]:
@@ -298,7 +298,7 @@ class Name:
         ranged = [name for name in unknown if name in ranges]
         if (ways := prod(ranges[name] for name in ranged)) > MAX_WAYS:
             what = f"{counted(ways, 'way')} to solve {self.sums[0].text}"
-            raise UsageError(what, f"At most {MAX_WAYS:,} are tried: no model has as many blocks.")
+            raise UsageError(what, f"At most {MAX_WAYS:,} are tried: no model has that many blocks.")
         for values in product(*(range(ranges[name]) for name in ranged)):
             numbers = {group[2:]: int(text) for group, text in groups.items() if group[2:] in names}
             numbers |= zip(ranged, values, strict=True)
@@ -332,7 +332,7 @@ class Name:
                     shown = sum_.text
                     for name, text in bound.items() if len(bound) == 1 else ():
                         shown = shown.replace(name, text)
-                    why = "Layers are not numbered like that. Nothing was written."
+                    why = "Layer numbers start at 0. Nothing was written."
                     raise UsageError(f"{shown} is below zero", why)
                 widths = [len(text) for text in bound.values() if text.startswith("0")]
                 texts.append(str(number).zfill(widths[0] if len(bound) == 1 and widths else 0))

@@ -94,7 +94,7 @@ def _mapping(node: Any, path: str, allowed: Collection[str] = (), look: str = LO
     for key, value in items(node, path, "mapping", look):
         name = _name(key, path, look)
         if name in values:
-            raise UsageError(f"{line_of(key, path)}: {name!r} stands there twice", "Only one can count.", look)
+            raise UsageError(f"{line_of(key, path)}: {name!r} appears twice", "Only one can count.", look)
         if allowed and name not in allowed:
             raise UsageError(f"{line_of(key, path)}: {name!r} is none of {listed(list(allowed))}", "", look)
         values[name] = value
@@ -124,14 +124,14 @@ def renaming(texts: Iterable[str], path: str | None = None) -> tuple[Rule, ...]:
     translation = all_rules(texts, path)
     for rule in translation.rules:
         if not rule.only_renames:
-            raise rule.error("it changes tensors", "Here rules only rename.", _TRANSLATE)
+            raise rule.error("it changes tensors", "Here rules can only rename.", _TRANSLATE)
         (old,), (new,) = rule.old, rule.new
         bound = {*old.variables.values()} | {f"{{{name}}}" for sum_ in old.sums for name in sum_.names}
         used = [*new.variables.values(), *(f"{{{name}}}" for sum_ in new.sums for name in sorted(sum_.names))]
         if unbound := [variable for variable in used if variable not in bound]:
             raise rule.error(f"{unbound[0]} is not on the left side", "Every variable on the right must be bound.")
     if not translation.only_renames:
-        raise UsageError(f"{path} has more than rules that rename", "Here rules only rename.", _TRANSLATE)
+        raise UsageError(f"{path} has rules that do more than rename", "Here rules can only rename.", _TRANSLATE)
     return translation.rules
 
 
@@ -261,7 +261,7 @@ def _join(pattern: str, node: Any, path: str) -> Rule:
         raise UsageError(what, "Each is a whole number above zero." if needed else "", JOIN_LOOK)
     counts = {name: int(text) for name, text in texts.items() if name != "like" and text.isdigit()}
     if counts.get("heads", 0) % counts.get("kv_heads", 1):
-        raise UsageError(f"{place}: heads is not a multiple of kv_heads", "Each of those serves equally many.")
+        raise UsageError(f"{place}: heads is not a multiple of kv_heads", "Each serves the same number.")
     try:
         numbers = tuple(parse_arithmetic(texts[name]) for name in needed if name != "like")
         matched = Name(pattern, matches=matcher(pattern))

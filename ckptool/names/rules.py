@@ -21,7 +21,7 @@ from ckptool.facts import dataclass, field, replace
 from ckptool.names.pattern import Arithmetic, Name, parse_arithmetic, parse_expressions, parse_name, split_names
 
 LOOK = "A file of them: rules: ['blocks.{n}.attn.qkv.{p} => layers.{n}.attn.{q,k,v}_proj.{p} : split 0']"
-TAKEN_BEFORE = "no key, or only keys that an earlier rule takes"
+TAKEN_BEFORE = "no key, or only keys that an earlier rule matched"
 WHOLE_KEY = "Rules match whole keys; `*` also matches dots."
 _ARROW = re.compile(r"\s*=>\s*")
 _BESIDE = re.compile(r"\s+beside\s+")
@@ -96,7 +96,7 @@ def parse_operation(text: str) -> Operation:
         "l" if word.startswith("[") else "r" if ":" in word else "f" if word == "from" else "n" for word in words
     ]
     if not re.fullmatch(kind.words, "".join(sorted(kinds))):
-        raise UsageError(f"{text!r} is not how {name} is written", f"It is written: {kind.usage}")
+        raise UsageError(f"{text!r} is not valid for {name}", f"It is written: {kind.usage}")
     lists, numbers = (
         [word for word, of_kind in zip(words, kinds, strict=True) if of_kind in letters] for letters in ("lr", "n")
     )
@@ -252,7 +252,7 @@ class Rule:
         inverse = [op.inverse() for op in reversed(self.chain)]
         if any(name.expression for name in self.old) or None in inverse:
             lost = next((str(op) for op in self.chain if op.inverse() is None), "re:")
-            raise self.error(f"it cannot be reversed: {lost} cannot be undone", "Write the rule for the way back.")
+            raise self.error(f"it cannot be reversed: {lost} cannot be undone", "Write the inverse rule yourself.")
         chain = tuple(op for op in inverse if op is not None)
         turned = replace(self, old=self.new, new=self.old, chain=chain, beside=self.beside[::-1])
         return checked(turned)
@@ -349,7 +349,7 @@ def parse_rules(text: str, place: str = "") -> list[Rule]:
         cut = not place and text.rstrip().endswith("=")
         raise UsageError(
             f"{f'{place}: ' if place else ''}{text!r} is not a rule",
-            "A rule is OLD => NEW, both for the whole key."
+            "A rule is OLD => NEW, each a whole key."
             + " In a shell it needs quotes: without them > sends the output into a file." * cut,
             "For example: 'blocks.{n}.* => layers.{n}.*'",
         )
@@ -374,7 +374,7 @@ def checked(rule: Rule) -> Rule:
     names and operations do not fit."""
     variables = [frozenset(name.variables) for name in rule.old]
     if any(names != variables[0] for names in variables):
-        raise rule.error("the names on its left side have different variables", "They are taken together for each.")
+        raise rule.error("the names on its left side have different variables", "They are matched together.")
     bound, count, chain = {group[2:] for group in variables[0] if group.startswith("v_")}, len(rule.old), []
     bound |= {name for old in rule.old for sum_ in old.sums for name in sum_.names}
     for place, op in enumerate(rule.chain):
@@ -382,7 +382,7 @@ def checked(rule: Rule) -> Rule:
         if op.over:
             if (op.over in bound) != (op.name == "stack"):
                 side = "left" if op.name == "stack" else "right"
-                what = f"`{op}` is over a variable that is on the {side} side alone"
+                what = f"`{op}` is over a variable that is only on the {side} side"
                 raise rule.error(what, "It is stacked or unstacked.")
             bound ^= {op.over}
         elif op.name in ("cat", "stack"):
@@ -420,7 +420,7 @@ def refuse_idle(idle: Iterable[Rule], matches: str, why: str, keys: Iterable[str
         inner = f"*.{old} => *.{new}"
         with suppress(UsageError):
             if arrow and any(name.match(key) is not None for name in parse_rules(inner)[0].old for key in keys):
-                raise NoMatch(what, why, f"For keys in which it comes later: {quoted(inner)}")
+                raise NoMatch(what, why, f"For keys that contain it: {quoted(inner)}")
         raise NoMatch(what, why, f"See the keys: {command('inspect', FILE, all=True)}")
 
 

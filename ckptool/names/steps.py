@@ -100,7 +100,7 @@ class Scope:
 
 Overs = tuple[tuple[str, int], ...]
 """The variables that a step puts together, with their numbers for one of its tensors."""
-_TOGETHER = "They become one tensor, and one of them is missing. Nothing was written."
+_TOGETHER = "They become one tensor, but one of them is missing. Nothing was written."
 
 
 @dataclass(slots=True)
@@ -167,7 +167,7 @@ def steps_of(
             keys = steps[step_key].inputs.setdefault(overs, [None] * len(rule.old))
             if keys[number] is not None:
                 what = f"{keys[number]} and {key} are both {rule.old[number].text}"
-                raise rule.error(what, "The rule takes one of them.")
+                raise rule.error(what, "The rule takes only one.")
             keys[number] = key
             break
         else:
@@ -215,7 +215,7 @@ def by_rules(rules: Sequence[Rule], keys: Collection[str]) -> Callable[[str], st
     used = {rule.origin for rule, _ in renames.values()}
     idle = [rule for rule in rules if rule.origin not in used]
     hidden = any(renamed([rule], keys) for rule in idle)
-    refuse_idle(idle, "no key", "Earlier rules took every key that it would match." if hidden else WHOLE_KEY, keys)
+    refuse_idle(idle, "no key", "Earlier rules matched all of its keys." if hidden else WHOLE_KEY, keys)
 
     def rename(key: str) -> str:
         return (renames if key in keys else renamed(rules, [key])).get(key, (None, key))[1]

@@ -56,16 +56,16 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool, sweep: bool
     except (OSError, ValueError) as error:
         raise file_problem(error, path, "write") from error
     if stat.S_ISDIR(mode) or not os.path.basename(path):
-        what = f"cannot write {path}: it {'is a folder' if mode else 'names a folder, which is not there'}"
+        what = f"cannot write {path}: it {'is a folder' if mode else 'names a folder, which does not exist'}"
         how = Text("Name a file in it; or use -d for the folder.", python="Name a file in it.")
-        raise FileProblem(what, "A file was to be written there.", how)
+        raise FileProblem(what, "The output is a file.", how)
     if mode and not stat.S_ISREG(mode):
-        raise FileProblem(f"cannot write {path}: it is not a regular file", "A checkpoint is written in many places.")
+        raise FileProblem(f"cannot write {path}: it is not a regular file", "Writing a checkpoint takes random access.")
     if sweep:
         sweep_folder(folder_of(real))
     if mode and not overwrite:
         fix = f"Overwrite it: {arg(overwrite=True)}, or choose another name."
-        raise OutputExists(f"{path} exists already", fix=fix)
+        raise OutputExists(f"{path} already exists", fix=fix)
     return real
 
 
@@ -183,7 +183,7 @@ _ROOM = f"Make room, or write to another disk with {arg('out')}."
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "your quota is used up",
-    errno.EFBIG: "the limit on file sizes was reached",
+    errno.EFBIG: "the file size limit was reached",
 }
 
 
@@ -314,8 +314,8 @@ def sync_folder_of(target: str) -> tuple[Note, ...]:
         fd = os.open(folder_of(target), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         os.fsync(fd)
     except OSError as error:
-        why = f"its folder could not be synced ({os.strerror(error.errno or 0)}), so a power cut may undo its name"
-        message = f"{target} is complete and visible, but its durability is uncertain: {why}"
+        why = f"its folder could not be synced ({os.strerror(error.errno or 0)}), so a power cut may undo the rename"
+        message = f"{target} is complete, but may not be durable: {why}"
         return (Note("not-synced", message),)
     finally:
         close(fd)

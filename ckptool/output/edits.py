@@ -43,10 +43,10 @@ def append_in_place(
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                what, why = f"{source} is being edited by another process", "Two edits at once would lose one of them."
+                what, why = f"{source} is being edited by another process", "Of two edits at once, one would be lost."
                 raise Conflict(what, why, "Try again when it is done.") from None
             except OSError as error:
-                what, why = f"{source} cannot be locked: {error.strerror}", "Without a lock two edits could mix."
+                what, why = f"{source} cannot be locked: {error.strerror}", "Without a lock, two edits could mix."
                 raise FileProblem(what, why, f"Write a new file with {arg('out')}.") from error
             source.check_unchanged()
             if not source.is_of(os.fstat(fd)):
@@ -71,8 +71,8 @@ def append_in_place(
                 except OSError as second:
                     how = os.strerror(second.errno or 0)
                     what = f"the edit of {path} was interrupted, and could not be undone: {how}"
-                    why = "Readers find its old state or the new one, whole; leftovers of the other may follow it."
-                    fix = f"The next in-place edit clears it. Look at it: {command('inspect', path)}"
+                    why = "Readers find the old state or the new one, whole; leftovers of the other may follow it."
+                    fix = f"The next in-place edit removes them. See what it has: {command('inspect', path)}"
                     raise FileProblem(what, why, fix) from error
                 raise
     finally:
@@ -83,12 +83,12 @@ def refuse_links(path: str) -> None:
     """Raises `Conflict` for a file that others see under another name: caches link to one file from many places."""
     if os.path.islink(path):
         what = f"{path} is a symbolic link, to {os.path.realpath(path)}"
-        why = "Changing the file in place would change it for everyone who links to it."
+        why = "An in-place change would affect everyone who links to it."
         raise Conflict(what, why, f"Write a new file with {arg('out')}, or name the file itself.")
     try:
         names = os.stat(path).st_nlink
     except OSError as error:
         raise file_problem(error, path, "change") from error
     if names > 1:
-        what = f"{path} is one of {names} names (hard links) of the same file"
+        what = f"{path} is one of {names} hard links to the same file"
         raise Conflict(what, "Changing it in place would change all of them.", f"Write a new file with {arg('out')}.")

@@ -64,7 +64,7 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
     try:
         status = os.stat(real)
         if not stat.S_ISDIR(status.st_mode):
-            what, why = f"cannot write {path}: it is a file", "A folder of several files was to be written there."
+            what, why = f"cannot write {path}: it is a file", "The output is a folder of several files."
             raise FileProblem(what, why, f"Choose another name; or write one file: {arg(container='safetensors')}")
         names = os.listdir(real)
     except FileNotFoundError:
@@ -78,7 +78,7 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
     except (OSError, ValueError) as error:
         raise file_problem(error, path, "write") from error
     if names and not overwrite:
-        what = f"the folder {path} exists already, with {counted(len(names), 'file')} in it"
+        what = f"the folder {path} already exists, with {counted(len(names), 'file')} in it"
         raise OutputExists(what, fix=f"Replace it: {arg(overwrite=True)}, or choose another name.")
     _refuse_foreign(path, real, names, replaceable.__contains__)
     return real
@@ -101,8 +101,8 @@ def _refuse_foreign(shown: str, folder: str, names: Iterable[str], may_go: Calla
         if not may_go(name) or (os.path.isdir(path := os.path.join(folder, name)) and not os.path.islink(path))
     ]
     if foreign:
-        what = f"cannot replace the folder {shown}: {listed(foreign)} would be deleted with it"
-        why = "Only files of the checkpoint in it may be deleted; it was left as it is."
+        what = f"cannot replace the folder {shown}: {listed(foreign)} would be deleted, too"
+        why = "Only the checkpoint's own files in it may be deleted; it was left as it is."
         raise Conflict(what, why, "Write to a new folder; or remove those files first.")
 
 
@@ -189,7 +189,7 @@ def write_files(plan: Plan, folder: NewFolder, progress: Progress | None) -> lis
     written, checks, lost = 0, plan.checks, []
     for name, segments in plan.files.items():
         if os.path.basename(name) != name or name in ("", ".", ".."):
-            raise AssertionError(f"{name!r} is not the name of a file")
+            raise AssertionError(f"{name!r} is not a file name")
         size = sum(segment.length for segment in segments)
         fd = os.open(name, NEW, 0o666, dir_fd=folder.fd)
         try:

@@ -114,7 +114,7 @@ class Sink:
             size = data.length - offset
             part = data.read(offset, min(COMPUTE, size)) if data.view is None else data.view(offset, min(VIEW, size))
             if not part:
-                raise Corrupt(f"{data.length:,} bytes were expected, {offset:,} came")
+                raise Corrupt(f"{data.length:,} bytes were expected, {offset:,} arrived")
             offset += len(part)
             if len(part) >= LARGE and self.feed is None:
                 self._flush()

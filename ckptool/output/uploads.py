@@ -54,7 +54,7 @@ def check_upload(url: str, *, overwrite: bool, names: Collection[str] = ()) -> t
         fix = f"Write to s3://, gs:// or hf://, or write a file and upload it: {arg(out=FILE)}"
         raise UsageError(f"cannot write {url}: a web server only serves files", "Nothing was written.", fix)
     if "#" in url:
-        raise UsageError(f"cannot write {url}", "In a URL # begins an address.", "Choose a name without #.")
+        raise UsageError(f"cannot write {url}", "In a URL, # begins an address.", "Choose a name without #.")
     with _problems(url):
         fs, place = file_system(url)
         fs.invalidate_cache()
@@ -71,11 +71,11 @@ def check_upload(url: str, *, overwrite: bool, names: Collection[str] = ()) -> t
         what, fix = ("file", "Choose another name.") if names else ("folder", "Name a file in it.")
         raise FileProblem(f"cannot write {url}: it is a {what}", "", fix)
     if existing and names and fs.protocol != "hf":
-        why = "Its files could only be replaced one by one: until the last, it would be a mix of two checkpoints."
-        what = f"the folder {url} exists already, with {counted(len(existing), 'file')} in it"
+        why = "Its files could only be replaced one by one: until the last, they would be a mix of two checkpoints."
+        what = f"the folder {url} already exists, with {counted(len(existing), 'file')} in it"
         raise OutputExists(what, why, "Choose another name, or remove the folder first.")
     if existing and not overwrite:
-        raise OutputExists(f"{url} exists already", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.")
+        raise OutputExists(f"{url} already exists", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.")
     return fs, place, bool(existing)
 
 
@@ -111,8 +111,8 @@ def upload(
                     if verify is not None:
                         verify(os.path.join(folder.path, name))
         except DiskFull as error:
-            what = f"cannot write {url}: it is put together in {os.path.dirname(local)} first, where it has no room"
-            raise DiskFull(what, "Nothing was sent.", "Make room, or set TMPDIR to a folder that has it.") from error
+            what = f"cannot write {url}: it is written to {os.path.dirname(local)} first, which is full"
+            raise DiskFull(what, "Nothing was sent.", "Make room there, or set TMPDIR to another folder.") from error
         fs, place, existed = check_upload(url, overwrite=overwrite, names=names)
         paths = {os.path.join(folder.path, file): f"{place}/{file}" if names else place for file in files.files}
         with _problems(url):

@@ -181,7 +181,7 @@ def _plain_slots(node: Object) -> bool:
 _MOST_SLOTS = 64  # of one class: every one of each object is looked at
 
 
-DISCARDED = "(made and thrown away)"
+DISCARDED = "(created and discarded)"
 PROGRAM = "code"  # where a file's program is shown
 SETSTATE = ".__setstate__"
 
@@ -232,15 +232,15 @@ def refuse_unknown(
     names = [f"{what} at {place or 'the top'}" for what, place in unknown.items()]
     if count > len(names):
         names.append(f"{count - len(names):,} more")
-    fix = f"Pass it on as it is: {arg(keep_unknown=True)}"
+    fix = f"Pass it on as is: {arg(keep_unknown=True)}"
     entries = list(dict.fromkeys(_entry_prefix(checkpoint.tree, place) for place in dict.fromkeys(unknown.values())))
     if all(entries) and checkpoint.source is not None:  # all of it is in dictionary entries, and in a file
         patterns = ["".join(f"[{c}]" if c in "*?[" else c for c in place) for place in entries]
         fix = f"Drop it: {command('edit', input_of(checkpoint.source), drop=patterns, out=OUT)}. {fix}"
     if DISCARDED in unknown.values() and not as_it_is:
         take = command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS)
-        fix = f"Objects that loading makes and discards cannot be kept. Write only the weights: {take}"
-    why = "Loading the file runs this; ckptool neither ran it nor passes it on unless told to. Nothing was written."
+        fix = f"Objects that loading creates and discards cannot be kept. Write only the weights: {take}"
+    why = "Loading the file runs this; ckptool does not, nor does it pass it on unless told to. Nothing was written."
     raise UnsafeObject(f"{source} {listed(names)}", why, fix)
 
 
@@ -270,6 +270,6 @@ def custom_notes(checkpoint: Checkpoint) -> tuple[Note, ...]:
         return ()
     parts = (name.rpartition(".") for how, name in custom if how == CALLED)
     calls = [f"{method} of {cls}" for cls, _, method in parts]
-    filled = f" and calls {listed(calls, 4)} with values of the file" if calls else ""
-    what = f"loading it with pickle imports and creates {listed(names, 4)}{filled}; ckptool does not"
+    filled = f" and calls {listed(calls, 4)} with values from the file" if calls else ""
+    what = f"on loading, pickle imports and creates {listed(names, 4)}{filled}; ckptool does not"
     return (Note("custom-class", what),)

@@ -50,7 +50,7 @@ FREE_BYTES = 1 << 15  # that builders may copy in the smallest pickle; of a larg
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Decoded:
-    """A decoded pickle. `discarded`: what is not inert and not in its tree: made or imported, and thrown away.
+    """A decoded pickle. `discarded`: what is not inert and not in its tree: made or imported, and discarded.
 
     end: the byte after its STOP.  notes: what is unusual about it.
     """
@@ -99,7 +99,7 @@ def decode(
         parts_left, has_composites = max(FREE_PARTS, file_bytes), not objects.names.keys().isdisjoint(COMPOSED)
         for node in visit(root) if has_composites else ():
             if isinstance(node, Composite) and (parts_left := parts_left - node.settle()) < 0:
-                raise LimitExceeded("tensors that share what they are made of", "Looking through it takes too long.")
+                raise LimitExceeded("tensors that share parts", "Checking it would take too long.")
     except CkptoolError as error:
         if reader.in_frame and type(error) is Truncated:
             error = reader.straddling()
@@ -107,14 +107,14 @@ def decode(
     except (IndexError, struct.error) as error:
         if str(error) in ("list index out of range", "pop from empty list"):
             what = "the pickle pops from an empty stack"
-            raise Corrupt(what, "It was damaged, or is not a pickle at all.").within(name) from None
+            raise Corrupt(what, "It is damaged, or not a pickle at all.").within(name) from None
         if reader.in_frame:
             raise reader.straddling().within(name) from None
         raise Truncated(f"{name}: the pickle ends at byte {place(len(data)):,}, before its STOP") from None
     except KeyError as error:
-        raise Corrupt(f"{name} refers to value {error}, which was not stored", DAMAGED) from None
+        raise Corrupt(f"{name} refers to value {error}, which was never stored", DAMAGED) from None
     except UnicodeDecodeError:
-        raise Corrupt(f"{name} holds text that is not UTF-8", DAMAGED) from None
+        raise Corrupt(f"{name} holds a string that is not UTF-8", DAMAGED) from None
     return Decoded(root, objects.discarded(root), machine.protocol, reader.at, (*_notes(objects, machine.protocol),))
 
 
@@ -122,7 +122,7 @@ def _notes(objects: ObjectMaker, protocol: int) -> Iterator[Note]:
     """What is unusual about a pickle."""
     if count := objects.byte_strings:
         what = f"{counted(count, 'text')} of Python 2 {form(count, 'is', 'are')} not UTF-8: keys among them "
-        yield Note("python2-text", f"{what}were read as latin-1, values are kept as bytes")
+        yield Note("python2-text", f"{what}were read as latin-1, values kept as bytes")
     nested = [name for name in objects.names if "." in name.name] if protocol < NESTED_NAMES else []
     if count := len(nested):
         names = f"{form(count, 'the name', 'the names')} {listed(nested, 1)}"
@@ -130,7 +130,7 @@ def _notes(objects: ObjectMaker, protocol: int) -> Iterator[Note]:
         yield Note("nested-name", f"{what}: torch.load fails there", command("convert", FILE, out=OUT))
     if count := objects.gradients:  # saved by torch before 0.2
         what = f"{counted(count, 'gradient') if count > 1 else 'a gradient'} inside of parameters"
-        why = "as torch once saved them: no later torch reads them, and a rewritten file leaves them out"
+        why = "as torch once saved them: no later torch reads them, and rewriting the file drops them"
         yield Note(OLD_GRADIENTS, f"{what}, {why}")
     # Keys given twice whose values differ or are too large to compare.
     replaced = [
@@ -140,7 +140,7 @@ def _notes(objects: ObjectMaker, protocol: int) -> Iterator[Note]:
     ]
     if count := len(replaced):
         what = f"{form(count, 'the key', 'the keys')} {listed(replaced, 3)} {form(count, 'was', 'were')} given twice"
-        yield Note(REPEATED_KEY, f"{what}, with different values: the last counts, as in every reader")
+        yield Note(REPEATED_KEY, f"{what}, with different values: the last one counts, as in every reader")
 
 
 def _has_bytes(value: Any) -> bool:
@@ -160,7 +160,7 @@ def protocol_notes(decoded: Decoded) -> list[Note]:
 
 def no_storage(pid: Any) -> Any:
     """The `persistent` of a pickle that has no storages."""
-    raise Corrupt("a persistent id in a table that has no storages", "The file is of another kind.")
+    raise Corrupt("a persistent id in a table that has no storages", "It is a different kind of file.")
 
 
 # Without the long values ----------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def decode_lazily(
 
 def _too_long(size: int) -> LimitExceeded:
     what = f"a pickle of {size:,} bytes beside the data of its tensors"
-    return LimitExceeded(what, f"At most {MAX_SKELETON:,} are read.")
+    return LimitExceeded(what, f"ckptool reads at most {MAX_SKELETON:,}.")
 
 
 def _beside_arrays(node: Any) -> Iterable[Any]:
@@ -362,7 +362,7 @@ class _Lexer:
             raise self._error(f"a length of {size:,}")
         if kind == "integer" and size * 8 > MAX_INTEGER_BITS:
             what = f"an integer of {counted(size * 8, 'bit')}"
-            raise self._error(what, LimitExceeded, f"At most {MAX_INTEGER_BITS:,} are read.")
+            raise self._error(what, LimitExceeded, f"ckptool reads at most {MAX_INTEGER_BITS:,}.")
         if size < LONG_VALUE or kind == "integer":
             self._ensure(1 + width + size)
             self.pos += 1 + width + size
@@ -407,7 +407,7 @@ class _Lexer:
             end = self.buffer.find(b"\n", self.pos, len(self.buffer) if self.frame < 0 else self.frame - self.base)
             length = (end if end >= 0 else len(self.buffer)) - self.pos
             if length > MAX_STRING:
-                raise self._error(f"a text of more than {MAX_STRING:,} bytes", LimitExceeded, "No more are read.")
+                raise self._error(f"a string of more than {MAX_STRING:,} bytes", LimitExceeded, "That is the limit.")
             if end >= 0:
                 self.pos = end
                 return

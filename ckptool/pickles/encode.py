@@ -180,7 +180,7 @@ class _Encoder:
             names = {first and first.name, dtype and dtype.name}
             if first is not dtype and storage.nbytes and not names <= {"u8", None}:
                 what = f"one storage is viewed as {first or 'untyped'} and as {dtype or 'untyped'}"
-                raise Conflict(what, "torch can neither save nor load that: it would read both as one type.")
+                raise Conflict(what, "torch can neither save nor load that: it would read both as one dtype.")
             cls = UNTYPED_STORAGE if dtype is None else Global("torch", str(dtype.storage))
             out += b"("
             for part in ("storage", cls, self.key_of(storage), storage.location):

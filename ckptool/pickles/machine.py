@@ -193,9 +193,9 @@ class Machine:
             elif op == 0x80:  # PROTO
                 self.protocol = data[pos]
                 if self.protocol > 5:
-                    raise Unsupported(
-                        f"pickle protocol {self.protocol} is not known", "Protocols 0 to 5 exist."
-                    ).within(f"byte {pos:,}")
+                    raise Unsupported(f"unknown pickle protocol {self.protocol}", "Protocols 0 to 5 exist.").within(
+                        f"byte {pos:,}"
+                    )
                 pos += 1
             elif op == 0x95:  # FRAME
                 if stubs is None:

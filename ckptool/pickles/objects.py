@@ -97,18 +97,18 @@ class PickleReader:
     def text(self, pos: int, size: int) -> str:
         """UTF-8 text, in which pickles may have lone surrogates."""
         if size > MAX_STRING:
-            raise self.beyond(pos, f"a text of {size:,} bytes", f"At most {MAX_STRING:,} are read.")
+            raise self.beyond(pos, f"a string of {size:,} bytes", f"ckptool reads at most {MAX_STRING:,}.")
         raw = self.take(pos, size)
         try:
             return str(raw, "utf-8", "surrogatepass")
         except UnicodeDecodeError:
-            raise self.corrupt(pos, "text that is not UTF-8") from None
+            raise self.corrupt(pos, "a string that is not UTF-8") from None
 
     def integer(self, pos: int, size: int) -> int:
         """A little-endian integer of `size` bytes."""
         if size * 8 > MAX_INTEGER_BITS:
             what = f"an integer of {counted(size * 8, 'bit')}"
-            raise self.beyond(pos, what, f"At most {MAX_INTEGER_BITS:,} are read.")
+            raise self.beyond(pos, what, f"ckptool reads at most {MAX_INTEGER_BITS:,}.")
         return int.from_bytes(self.take(pos, size), "little", signed=True)
 
     def raw_line(self, pos: int) -> tuple[bytes, int]:
@@ -118,7 +118,7 @@ class PickleReader:
             self.at = pos
             raise Truncated("a line without an end", "The pickle was cut off.")
         if end - pos > MAX_STRING:
-            raise self.beyond(pos, f"a text of {end - pos:,} bytes", f"At most {MAX_STRING:,} are read.")
+            raise self.beyond(pos, f"a string of {end - pos:,} bytes", f"ckptool reads at most {MAX_STRING:,}.")
         return self.data[pos:end], end + 1
 
     def line(self, pos: int) -> tuple[str, int]:
@@ -134,13 +134,13 @@ class PickleReader:
         try:
             return raw.decode("raw_unicode_escape")
         except UnicodeDecodeError:
-            raise self.corrupt(pos, "a text with a broken escape") from None
+            raise self.corrupt(pos, "a string with a broken escape") from None
 
     def quoted(self, raw: bytes, pos: int) -> Any:
         """The text of a Python 2 literal."""
         raw = raw.strip()
         if len(raw) < 2 or raw[:1] != raw[-1:] or raw[0] not in b"'\"":
-            raise self.corrupt(pos, "a text without quotes")
+            raise self.corrupt(pos, "a string without quotes")
         return python2_text(python2_unescaped(raw[1:-1]))
 
     def number(self, line: str, pos: int) -> int:
@@ -194,7 +194,7 @@ class ObjectMaker:
             raise self.reader.corrupt(pos, f"the name {module[:200]}.{attribute[:200]}")
         if (length := len(module) + len(attribute)) > MAX_NAME:
             what = f"a class or function with a name of {counted(length, 'character')}"
-            raise self.reader.beyond(pos, what, "No program has such a name; the file is probably malicious.")
+            raise self.reader.beyond(pos, what, "No program uses such names; the file is probably malicious.")
         node = Global(module, attribute)
         self.names[node] = None
         if len(self.names) > MAX_NAMES:
@@ -206,9 +206,9 @@ class ObjectMaker:
         """The error for a name that is not text."""
         if isinstance(module, Object) or isinstance(attribute, Object):
             self.reader.at = pos
-            why = "What would be called is decided by calling something else first."
+            why = "What gets called depends on the result of another call."
             return UnsafeObject("a name is computed", why)
-        return self.reader.corrupt(pos, "a name is computed, not text")
+        return self.reader.corrupt(pos, "a name is computed, not a string")
 
     def call(self, fn: Any, args: tuple[Any, ...], how: str, kwargs: Any = None) -> Object:
         """The object that represents a call; nothing is called."""
@@ -272,7 +272,7 @@ class ObjectMaker:
                 self._check_key(part, pos, depth + 1)
         elif key != key:
             self.reader.at = pos
-            raise Corrupt("NaN as a dictionary key", "It equals not even itself, so nothing could be found by it.")
+            raise Corrupt("NaN as a dictionary key", "It does not even equal itself, so no lookup could find it.")
         elif not is_hashable(key):
             raise self.reader.corrupt(pos, f"a {_kind_name(key)} as a dictionary key")
 
@@ -309,8 +309,8 @@ class ObjectMaker:
             elif type(part) is str:
                 self.budget -= len(part) // 64
         if self.budget < 0:
-            why = "Looking through it each time takes too long; the file is probably malicious."
-            raise self.reader.beyond(self.reader.at, "objects that share what they are made of", why)
+            why = "Checking it each time would take too long; the file is probably malicious."
+            raise self.reader.beyond(self.reader.at, "objects that share parts", why)
         if not is_quiet(node):
             self.objects[id(node)] = node
 
@@ -348,7 +348,7 @@ class ObjectMaker:
         """The error for an operation that a value does not support; on a name it would call methods."""
         if type(target) is Global:
             self.reader.at = pos
-            return UnsafeObject(f"{what} {target} itself", "Loading the file would change what that name stands for.")
+            return UnsafeObject(f"{what} {target} itself", "Loading the file would change what that name refers to.")
         return self.reader.corrupt(pos, f"{what} a {_kind_name(target)}")
 
     def discarded(self, root: Any) -> tuple[Any, ...]:

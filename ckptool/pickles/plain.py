@@ -82,7 +82,7 @@ def _from_arguments(node: Object, levels: int = 3) -> Any:
         raise TypeError("more than its arguments, or too many")
     args = [_from_arguments(part, levels - 1) if isinstance(part, Object) else part for part in node.args]
     if not all(isinstance(arg, tuple(kinds) or object) for arg in args):
-        raise TypeError("an argument of another kind")
+        raise TypeError("an argument of an unexpected kind")
     return make(*args)
 
 

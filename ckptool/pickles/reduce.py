@@ -86,7 +86,7 @@ class LiveReader:
         names_of = {id(node): name for node, name, _ in self.refused}
         places = places_in(tree, names_of)
         names = [f"{name} at {places[key]}" for key, name in names_of.items() if key in places]
-        fix = "Save what it holds as plain values: vars(object), dict(object), str(object)."
+        fix = "Save its contents as plain values: vars(object), dict(object), str(object)."
         fix = next((fix for _, _, fix in self.refused if fix), fix)
         why = "Loading the file would run code of its class, and fail where that class is missing."
         return Unsupported(f"cannot save {listed(names)}", why, fix)

@@ -17,10 +17,10 @@ MAX_STRING = 64 << 20
 
 def check_size(stub: LongValue) -> None:
     """Raises `LimitExceeded` for a stub that is too long to be a plain value."""
-    size, kind = stub.data.length, "text of Python 2" if stub.kind == "string" else stub.kind
+    size, kind = stub.data.length, "Python 2 string" if stub.kind == "string" else stub.kind
     if size > MAX_STRING:
         what = f"a {kind} of {size:,} bytes that belongs to no tensor"
-        raise LimitExceeded(what, f"At most {MAX_STRING:,} are read into memory.")
+        raise LimitExceeded(what, f"ckptool reads at most {MAX_STRING:,} into memory.")
 
 
 def unstub(value: Any) -> Any:
@@ -33,7 +33,7 @@ def unstub(value: Any) -> Any:
         try:
             return str(content, "utf-8", "surrogatepass")
         except UnicodeDecodeError:
-            raise Corrupt("a text that is not UTF-8", "The pickle is damaged or malicious.") from None
+            raise Corrupt("a string that is not UTF-8", "The pickle is damaged or malicious.") from None
     return (
         bytearray(content) if value.kind == "bytearray" else content if value.kind == "bytes" else python2_text(content)
     )

@@ -497,5 +497,5 @@ def rebuilt(call: Object) -> Composite:
     """The composite for a rebuild call. Raises `BadTensor` where its arguments make no tensor."""
     value = BUILDERS[call.fn](call.args)
     if not isinstance(value, Composite):
-        raise BadTensor(f"{call.name}: its arguments do not make a tensor")
+        raise BadTensor(f"{call.name}: its arguments do not form a tensor")
     return value

@@ -136,7 +136,7 @@ class _Plain:
             builder = BUILDERS.get(call.args[0])
             inner = builder(call.args[2]) if builder is not None else NotImplemented
             if isinstance(inner, TensorEntry):
-                return self._note(value, inner, f"a plain tensor, without what made it {printable(value.kind)}")
+                return self._note(value, inner, f"a plain tensor, no longer {printable(value.kind)}")
         elif _is_called(call.fn) and _is_accepted(call.args):
             return value
         return self._note(value, DROPPED, f"a {value.kind} tensor")

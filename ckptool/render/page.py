@@ -119,7 +119,7 @@ def curve_path(curve: Curve, width: int, height: int) -> str:
 def _verdicts(file: FileReport) -> Iterator[tuple[str, str, str, str]]:
     """Four questions, answered as far as values were read: question, tone (`good`, `bad`, `warn`), answer, detail."""
     if file.inspection is None:
-        yield "Does it load?", "bad", "It cannot be opened", "What it is, and what to do, stands below."
+        yield "Does it load?", "bad", "It cannot be opened", "What it is, and what to do, is below."
         return
     codes = {note.code for note in file.inspection.notes}
     blocking = sum(finding.blocks for finding in file.diagnosis.findings)
@@ -216,7 +216,7 @@ def _modules(part: PartSummary, statistics: Mapping[str, Statistics], limit: int
     for name, members in [*((name, members) for *_, name, members in cells[: 2 * CELLS]), ("", remaining)]:
         hue = hues.setdefault(_piece(name, start), len(hues) % HUES) if part.root.is_model else HUES
         bad = sum(1 for place, _ in members if (row := statistics.get(place)) is not None and (row.nans or row.infs))
-        label = name[start:] if any(c.isalpha() for c in name[start:]) else name  # a number says nothing alone
+        label = name[start:] if any(c.isalpha() for c in name[start:]) else name  # a number alone says nothing
         if nbytes := sum(nbytes for _, nbytes in members):
             yield Cell(name, label, [place for place, _ in members] == [name], len(members), nbytes, hue, bad)
 

@@ -137,7 +137,7 @@ def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]
                 run._reseed("step", position.began + number)
                 if next(batches, _END) is _END:
                     yielded = f"{counted(number, 'batch', 'batches')} of an epoch in which {skipped:,} were trained on"
-                    raise Conflict(f"the loader gave {yielded}", "This is not the data that the run was trained on.")
+                    raise Conflict(f"the loader gave {yielded}", "That is not the data that the run was trained on.")
         if skipped and saved is not None:
             run._restore_random(saved, generators)
         run._reseed("step", run.step)
@@ -165,7 +165,7 @@ def _epoch_iterator(loader: Any, position: Position) -> Iterator[Any]:
             loader.load_state_dict(position.loader_state)
         except (AssertionError, KeyError, ValueError) as error:
             raise Conflict(
-                f"the loader does not load its saved state: {str(error) or type(error).__name__}",
+                f"the loader cannot load its saved state: {str(error) or type(error).__name__}",
                 "StatefulDataLoader resumes only with the number of workers that it was saved with.",
                 "Use the same num_workers",
             ) from error

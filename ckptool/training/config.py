@@ -52,7 +52,7 @@ def _seconds(value: Any) -> Any:
     if isinstance(value, str) and (match := re.fullmatch(r"([0-9]+\.?[0-9]*) *([smhd])", value)):
         return float(match[1]) * units[match[2]]
     if isinstance(value, str):
-        raise ValueError(f"should be a number of seconds, or a time like 90s, 30m, 2h or 1d (it is {value[:40]!r})")
+        raise ValueError(f"should be a number of seconds or a time like 90s, 30m, 2h or 1d (it is {value[:40]!r})")
     return _number(value)
 
 
@@ -100,7 +100,7 @@ class Data(Section):
     sampler: str | None = key(None, "file.py:NAME, called with (data set, generator) in each epoch: gives indices")
     val_fraction: Number = key(0.2, "held out for evaluation, unless there is val", ge=0, lt=1)
     val: HeldOut | None = key(None, "{name: file.py:NAME, args: {}}: a set of its own to evaluate on", DECLARED)
-    test: HeldOut | None = key(None, "the same, for ckptool eval --on test alone", FREE)
+    test: HeldOut | None = key(None, "the same, only for ckptool eval --on test", FREE)
 
     @model_validator(mode="before")
     @classmethod
@@ -123,8 +123,8 @@ class Clip(Section):
     """Gradients clipped to a norm or to a value; exactly one of the two."""
 
     one_of = ("norm", "value")
-    norm: PositiveFloat | None = key(None, "the largest norm of all gradients together")
-    value: PositiveFloat | None = key(None, "the largest absolute value")
+    norm: PositiveFloat | None = key(None, "clip gradients to this total norm")
+    value: PositiveFloat | None = key(None, "clip gradients to this absolute value")
 
 
 class Model(Section):
@@ -257,7 +257,7 @@ class Stop(Section):
 class Log(Section):
     """How often a line is written, and where besides metrics.jsonl; `tensorboard` has to be installed."""
 
-    every: Positive = key(10, "steps between lines")
+    every: Positive = key(10, "steps between logged lines")
     tensorboard: bool = key(False, "write event files for TensorBoard, too")
 
 
@@ -496,8 +496,8 @@ def refuse_fixed(changed: Sequence[ChangedKey], assignments: Sequence[str], fold
     if wrong := fixed + silent:
         lines = [f"{change.key} was {change.before!r}, and is now {change.after!r}" for change in wrong]
         raise Conflict(
-            f"{folder} cannot go on with a changed configuration: " + "; ".join(lines),
-            "The result would belong to neither. Nothing was changed.",
+            f"{folder} cannot continue with a changed configuration:  " + "; ".join(lines),
+            "The result would belong to neither configuration. Nothing was changed.",
             f"Start another run: {command('train', os.path.join(folder, CONFIG), set='run=OTHER')}, and the changes"
             if fixed
             else f"Confirm the change: {arg(set=f'{wrong[0].key}={wrong[0].after}')}",

@@ -179,7 +179,7 @@ def loaded(text: str, where: str) -> tuple[Any, dict[Place, int]]:
         problem = getattr(error, "problem", None) or str(error)
         raise UsageError(f"{place}: not valid YAML: {problem}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
-        raise UsageError(f"{where}: a value is not what its type can hold, or is nested too deep") from None
+        raise UsageError(f"{where}: a value does not fit its type or is nested too deep") from None
     return plain(values), lines
 
 
@@ -221,7 +221,7 @@ def plain(value: Any, place: Place = (), budget: list[int] | None = None) -> Any
     if isinstance(value, (list, tuple)):
         return [plain(item, (*place, index), budget) for index, item in enumerate(value)]
     what = f"{dotted(place) or 'the configuration'} is of type {type(value).__qualname__}, and not a plain value"
-    raise UsageError(what, "It could not be saved in run.yaml.", "Name code of your own by its place: file.py:NAME")
+    raise UsageError(what, "It could not be written to run.yaml.", "Name code of your own by its place: file.py:NAME")
 
 
 def dotted(place: Place) -> str:
@@ -311,7 +311,7 @@ def begun(folder: str) -> str:
     """
     model, run = os.path.join(folder, "model.py"), os.path.join(folder, "run.yaml")
     if existing := [path for path in (model, run) if os.path.lexists(path)]:
-        raise OutputExists(f"{existing[0]} exists already", "Nothing was written.", "Name another folder.")
+        raise OutputExists(f"{existing[0]} already exists", "Nothing was written.", "Name another folder.")
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:

@@ -77,13 +77,13 @@ class Samples:
         self.held_out: list[int] = []
         if self.is_stream:
             if settings.val_fraction or settings.sampler:
-                what = f"data: {settings.name} is a stream, of which nothing can be held out or chosen by a sampler"
+                what = f"data: {settings.name} is a stream, so nothing can be held out or chosen by a sampler"
                 ways = (arg(set=way) for way in ("data.val.name=file.py:NAME", "data.val_fraction=0"))
                 raise UsageError(what, "", "Name a validation set: {}; or none: {}".format(*ways))
             self.val, self.train_count = [], len(dataset) if hasattr(dataset, "__len__") else 0
         else:
             if hasattr(dataset, "state_dict"):
-                what = f"data: {settings.name} has a state_dict, and gives samples by number"
+                what = f"data: {settings.name} has a state_dict, but gives samples by index"
                 raise UsageError(what, "Its state would not be saved.", "Make it an IterableDataset.")
             count = len(dataset)
             shuffled = torch.randperm(count, generator=generator(seed, "split")).tolist()
@@ -153,7 +153,7 @@ class Samples:
         fits = all(0 <= index < len(dataset) for index in indices)
         if not fits or (epoch and len(indices) != self.epoch_count):
             what = f"data.sampler: {name} gave {counted(len(indices), 'place')} of {len(dataset):,} in epoch {epoch}"
-            raise UsageError(what, "All are below that number, and every epoch has the length of the first.")
+            raise UsageError(what, "Indices have to be below that length, and every epoch as long as the first.")
         return indices
 
     def _loaded(self, dataset: Any, requests: Iterable[Any] | None, device: torch.device) -> Generator[Any]:
@@ -285,7 +285,7 @@ class Reader:
         while len(samples := self.next_samples(batch)) < batch:
             if self.taken < (batch if drop_last else 1):
                 ends = f"the stream ends after {counted(self.taken, 'sample')}"
-                raise UsageError(f"data: {ends}", f"There is no batch of {batch} in it.")
+                raise UsageError(f"data: {ends}", f"It has no batch of {batch}.")
             self._begin(self.epoch + 1)  # at once: a stream that has ended may report its initial state
             if samples and not drop_last:
                 break
@@ -418,9 +418,9 @@ def load_data(settings: Data, seed: int) -> Samples:
 def _held_out(settings: HeldOut | None) -> tuple[Any, list[int]]:
     """A data set to evaluate on, and the indices in it. Raises `UsageError` for a stream."""
     if settings is None:
-        raise UsageError("there is no test set", "data.test is not given.", arg(set="data.test.name=file.py:NAME"))
+        raise UsageError("there is no test set", "data.test is not set.", arg(set="data.test.name=file.py:NAME"))
     dataset = DATA.make(settings.name, settings.args)
     if is_stream(dataset):
-        what = f"data: {settings.name} is a stream, and a set to evaluate on has a length and items"
-        raise UsageError(what, "", "Give a Dataset, or of a short stream a list: list(stream)")
+        what = f"data: {settings.name} is a stream, but a data set for evaluation needs a length and items"
+        raise UsageError(what, "", "Give a Dataset, or make a short stream a list: list(stream)")
     return dataset, list(range(len(dataset)))

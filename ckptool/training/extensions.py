@@ -120,7 +120,7 @@ def numbers(values: Any, what: str, name: str) -> dict[str, float]:
         return {str(key): float(value) for key, value in values.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UsageError(
-            f"{what}: {name} gave no dictionary of numbers: {error}", "", "Give numbers, or tensors of one, by name."
+            f"{what}: {name} gave no dictionary of numbers: {error}", "", "Give numbers, or scalar tensors, by name."
         ) from None
 
 
@@ -148,7 +148,7 @@ def name_culprits() -> Iterator[None]:
             raise UserCodeFailed(
                 f"{frame.filename}:{frame.lineno} raised {what}",
                 TextLines(*"".join(traceback.format_list(frames[users[0] :])).rstrip().split("\n")),
-                "The error is in your code, not in ckptool's.",
+                "The error is in your code, not in ckptool.",
             ) from error
         if last.filename.startswith(_OURS + os.sep) and not type(error).__module__.startswith("torch"):
             raise  # a bug in ckptool

@@ -107,7 +107,7 @@ def remember(trainer: Trainer, metrics: dict[str, float]) -> None:
     if settings.metric not in metrics:
         raise UsageError(
             f"eval.metric is {settings.metric}, which the task does not give",
-            f"It gives: {', '.join(metrics)}." if metrics else "Nothing is held out to evaluate on.",
+            f"It gives: {', '.join(metrics)}." if metrics else "No data is held out to evaluate on.",
             arg(set=f"eval.metric={next(iter(metrics))}") if metrics else arg(set="stop.patience=null"),
         )
     if trainer.step % trainer.eval_every:
@@ -180,9 +180,9 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             form = f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise UsageError(
-                f"task: the loss of {task} is {form}, not a tensor of one number",
+                f"task: the loss of {task} is {form}, not a tensor of one element",
                 "Gradients are computed from it.",
-                "Return the mean over the samples of the batch.",
+                "Return the mean over the batch.",
             )
         loss = loss.reshape(())
         # Weighted by samples, so that a last, partial window counts as what it is; processes are averaged.
@@ -216,7 +216,7 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
     elif config.train.on_nonfinite == "stop":
         raise NotFinite(
             f"the loss or a gradient of step {trainer.step + 1} is not finite (loss {value})",
-            "The run stopped there; its checkpoints are as they were.",
+            "The run stopped there; its checkpoints are unchanged.",
             f"Skip such steps: {arg(set='train.on_nonfinite=skip')}; or clip gradients, or lower the learning rate.",
         )
     elif scaler is not None and gradients:

@@ -64,7 +64,7 @@ def build_model(
         error.fix = Text(f"See what it has: {command('inspect', path, all=True)}{part}; {words}: {arg(set=option)}")
         raise
     lists = {
-        "skipped, of another shape": [f"{each.target} ({each.have} for {each.want})" for each in report.mismatched],
+        "skipped, as its shape differs": [f"{each.target} ({each.have} for {each.want})" for each in report.mismatched],
         "not in it": [each.name for each in report.missing],
         "not in the model": [each.name for each in report.unexpected],
     }

@@ -50,10 +50,10 @@ def shares(model: nn.Module, settings: Mapping[str, Optim], never: Collection[st
     }
     takers = {p: [name for name, members in chosen.items() if p in members] or catch_alls for p in parameters}
     if twice := [f"{p} ({', '.join(names)})" for p, names in takers.items() if len(names) > 1]:
-        fix = "Take it away from one of them: match: [PATTERN, not:PATTERN]"
+        fix = "Remove it from one of them: match: [PATTERN, not:PATTERN]"
         raise UsageError(f"optim: parameters that several optimizers take: {listed(twice, 8)}", "", fix)
     if forgotten := [p for p, names in takers.items() if not names and p not in never]:
-        fix = "One optimizer without match takes the rest; or freeze them, by the model's key freeze."
+        fix = "One optimizer without match takes the rest; or freeze them with the model's `freeze`."
         raise UsageError(f"optim: parameters that no optimizer takes: {listed(forgotten, 8)}", "", fix)
     return {name: {p: parameters[p] for p, names in takers.items() if name in names} for name in settings}
 
@@ -87,8 +87,8 @@ def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | 
     ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     if sorted(ids) != sorted(names):
         left_out = [name for key, name in names.items() if key not in ids]
-        why = f"It left out {listed(left_out)}." if left_out else "It has others, too."
-        raise UsageError(f"optim: {settings.name} does not step the parameters that it was given", why)
+        why = f"It left out {listed(left_out)}." if left_out else "It steps others, too."
+        raise UsageError(f"optim: {settings.name} does not step exactly the parameters that it was given", why)
     for group in optimizer.param_groups:
         group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
     if is_own and callable(train := getattr(optimizer, "train", None)):  # schedule-free ones, whose weights have a mode
@@ -214,7 +214,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> LRSc
         )
     schedule: LRScheduler = SCHEDULES.make(name, args, optimizer)
     if names_code(name) and isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
-        raise UsageError(f"schedule: {name} returned ReduceLROnPlateau", "Name torch's own, which follows evaluation.")
+        raise UsageError(f"schedule: {name} returned ReduceLROnPlateau", "Use torch's, which follows evaluation.")
     return schedule
 
 
@@ -272,7 +272,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], wher
                 if shape and (len(shape) != parameter.dim() or any(a not in (1, b) for a, b in pairs)):
                     raise Conflict(
                         f"{where}: {slot} of {name} has the shape {shape}, the parameter {list(parameter.shape)}",
-                        "It is the state of another model.",
+                        "It is the state of a different model.",
                     )
         # Copies: without them, tensors would stay mapped to the file that they were loaded from.
         state[indices[name]] = {s: v.clone() if isinstance(v, torch.Tensor) else v for s, v in slots.items()}

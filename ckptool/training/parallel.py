@@ -159,7 +159,7 @@ def world_of(config: Config) -> Iterator[World]:
     except (RuntimeError, ValueError, OSError) as error:
         raise RunFailed(
             f"the processes of this run could not connect: {str(error).partition(chr(10))[0]}",
-            f"They connect at {':'.join(address)}, as torchrun sets it. Nothing was trained." if launched else "",
+            f"They connect at {':'.join(address)}, as set by torchrun. Nothing was trained." if launched else "",
             "Start all of them: torchrun --nproc-per-node 2 --no-python ckptool train run.yaml; "
             f"or one: {arg(set='strategy=single')}",
         ) from error
@@ -355,7 +355,7 @@ def divided_like(value: Any, like: Any) -> Any:
     mesh = like.device_mesh
     for coordinate, count, placement in zip(mesh.get_coordinate(), mesh.shape, like.placements, strict=True):
         if type(placement).__name__ not in ("Shard", "Replicate"):
-            raise RunFailed(f"a tensor is divided as {placement}, which is not resumed", "FSDP2 divides by Shard.")
+            raise RunFailed(f"a tensor has the placement {placement}, which cannot be resumed", "FSDP2 uses Shard.")
         if placement.is_shard():  # as torch.chunk divides: the last parts are smaller, or empty
             length = value.shape[placement.dim]
             begin, end = (min(length, number * -(-length // count)) for number in (coordinate, coordinate + 1))
@@ -390,7 +390,7 @@ def write_divided(tree: Mapping[str, Any], folder: str, group: Any) -> None:
             leaves = list(_values(state_dict))
             self.mappings = {".".join(map(str, path)): path for path, _ in leaves}
             if len(self.mappings) < len(leaves):
-                raise RunFailed("two values would have one name", "torch.distributed.checkpoint joins keys by dots.")
+                raise RunFailed("two values would have one name", "torch.distributed.checkpoint joins keys with dots.")
             self.state_dict = dict(zip(self.mappings, (value for _, value in leaves), strict=True))
             self.is_coordinator = is_coordinator
 

@@ -69,7 +69,7 @@ class Outcome(Report):
         elif self.why:
             longer = command("resume", self.path, set="stop.patience=null")
             yield green("stopped early"), f": {steps} → {self.path}"
-            yield f"  {self.why}; go on all the same: ", cyan(str(longer))
+            yield f"  {self.why}; continue anyway: ", cyan(str(longer))
         else:
             where = f" after {steps}, saved → {self.path}" if self.step else f" before the first step: {self.path}"
             yield yellow("stopped"), where
@@ -147,7 +147,7 @@ class Rehearsal(Report):
         if self.without:
             saved = 1 - self.activations / self.without
             activations += f", {size(self.without)} without activation checkpointing ({saved:.0%} saved)"
-        yield green("it runs"), ": one step, saved, loaded again, the same to the last bit; nothing was left behind"
+        yield green("it runs"), ": one step, saved and reloaded, bit for bit the same; nothing was left behind"
         yield f"  models        {', '.join(models)}, on {self.device}"
         yield f"  data          {samples} to train on, {self.val_samples:,} held out; {steps}"
         yield f"  step          {self.step_seconds:.3f} s (the first, with all set-up), loss {self.loss:.5g}"
@@ -255,17 +255,17 @@ class RunReport(Report):
 
     def _way_on(self) -> str:
         if self.resumes is None:
-            return "; none of them is whole, so it cannot go on"
+            return "; none of them is whole, so it cannot resume"
         is_done = self.event == "done" and self.resumes == self.step
         if self.script and is_done:
-            return f"; to go on, give the loop in {self.script} more steps or epochs, and run it again"
+            return f"; to train on, give the loop in {self.script} more steps or epochs, and run it again"
         if self.script:
             return f"; resumes from step {self.resumes:,}: run {self.script} again"
         if is_done and self.step:
             longer = f"train.epochs={2 * self.epochs}" if self.epochs else f"train.steps={2 * self.step}"
             return f"; make it longer: {command('resume', self.path, set=longer)}"
         if self.event == "early-stop":
-            return f"; go on all the same: {command('resume', self.path, set='stop.patience=null')}"
+            return f"; continue anyway: {command('resume', self.path, set='stop.patience=null')}"
         return f"; resumes from step {self.resumes:,}: {command('resume', self.path)}"
 
 
@@ -353,16 +353,16 @@ class Proof(Report):
         yield from (f"{name:<20}{fact}" for name, fact in facts)
         if self.proved:
             count = counted(len(self.kills), "kill")
-            yield green(f"proved for {count}: the checkpoints at the end are those of a run never killed.")
+            yield green(f"proved for {count}: the final checkpoints equal those of a run never killed.")
             yield "  Other moments, other machines and power failures were not tried."
         elif self.unstable:
             yield yellow("not tried: two unbroken runs end differently, so nothing can be compared with them.")
             yield from (f"  {text}" for text in self.unstable)
             yield f"  Such differences usually come from {_USUAL}."
         elif self.exit() == 1:
-            yield red("disproved: killed and started again, it does not end as a run that was never killed.")
+            yield red("disproved: killed and restarted, it does not end like a run that was never killed.")
         elif self.kills:
-            yield yellow("not tried: every start after a kill began at step 0, as no checkpoint was there yet.")
+            yield yellow("not tried: every restart began at step 0, as there was no checkpoint yet.")
             yield "  Save more often, or let it run for longer."
         else:
             yield yellow("not tried: it ended before it could be killed.")

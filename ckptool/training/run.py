@@ -63,8 +63,8 @@ class Run:
     keep_last, keep_best, keep_every: the checkpoints to keep; keep_best: a metric of `save` and `max` or `min`, or
     these two and how many.  save_async: a thread writes while training goes on, from one copy of the state.
     seed: derive all randomness from it and the step instead of saving random states; only this resumes with the same
-    random numbers on another number of processes.  stop_after: seconds.  signals: those that save and stop the run.
-    verify: what resuming checks, `full` (sha256) or `size`.  say: called with each note, which else goes to stderr.
+    random numbers on a different number of processes.  stop_after: seconds.  signals: those that save and stop the run.
+    verify: what resuming checks, `full` (sha256) or `size`.  say: called with each note; else stderr.
 
     Nested epochs, with what follows each: `for epoch in run.epochs(4): for step, batch in run.batches(loader): …`.
     Under torch.distributed every process makes it with the same arguments, and all of them call `save`.
@@ -285,14 +285,14 @@ class Run:
         if tree["rng_state"]["seed"] != self._seed:
             raise Conflict(
                 f"{where} was saved with seed={tree['rng_state']['seed']!r}, the script has seed={self._seed!r}",
-                "The run would continue with other random numbers.",
+                "The run would continue with different random numbers.",
                 "Use the same seed",
             )
         if len(ranks) != self.world.size:
             change = f"saved by {counted(len(ranks), 'process', 'processes')}, resumed by {self.world.size:,}"
             why = "random states do not carry over, so results differ: ckptool.Run(…, seed=7) derives them"
             if self._seed is not None:
-                why = "random numbers follow from the seed, but sums are added in another order: the last bits differ"
+                why = "random numbers follow from the seed, but in a different order of summation: the last bits differ"
             self.say(f"{change}: {why}")
         rank = to_cpu(ranks[self.world.rank] if self.world.rank < len(ranks) else ranks[0], copied=True)
         self._random, self._ended = rank["now"], tree["data_state"].get("ended")
@@ -352,7 +352,7 @@ class Run:
         if hasattr(loader, "__next__"):
             raise UsageError(
                 f"run.batches was given {type(loader).__name__}, an iterator, which ends with its first epoch",
-                "It cannot start again, neither for the next epoch nor to resume.",
+                "It cannot start over, neither for the next epoch nor to resume.",
                 "Give the loader itself, or a function that returns an iterator: run.batches(lambda: zip(a, b))",
             )
         self.position.loader = loader
@@ -379,12 +379,10 @@ class Run:
             self.folder.metrics.cut_back(self.step, self._logged)
         self._goes_on = self._goes_on or done + (kind == "epochs" and self.position.batch > 0) <= count
         if self._resumed is not None and self._goes_on and self._is_over(length) and self._ended is None:
-            self._say_once(
-                f"finished: {counted(done, kind[:-1])} of {count:,} are done; the loop goes on only if you ask for more"
-            )
+            self._say_once(f"finished: {counted(done, kind[:-1])} of {count:,} are done; to train on, ask for more")
         if loop == self._ended_at and not self._is_over(length):
             self._say_once(
-                f"{name} runs again at the same place of the script: what stands between is not done again if the run "
+                f"{name} runs again at the same place of the script: what comes in between is not repeated if the run "
                 "is killed there; write: for epoch in run.epochs(4): for step, batch in run.batches(loader): …"
             )
         with self._looping(name):
@@ -467,7 +465,7 @@ class Run:
         if self._loop:
             raise UsageError(
                 f"{name} was called inside {self._loop}",
-                "Steps of nested loops cannot be told apart.",
+                "Steps of nested loops cannot be distinguished.",
                 "Nest like this: for epoch in run.epochs(4): for step, batch in run.batches(loader): …",
             )
         self._begin_resumed(nested=name == "run.epochs")
@@ -494,7 +492,7 @@ class Run:
         for kind, count in length.items():
             if ended.get(kind, -1) >= count:
                 self._say_once(
-                    f"`break` ended this run at step {self.step:,}; it goes on only if you ask for more {kind}"
+                    f"`break` ended this run at step {self.step:,}; it trains on only if you ask for more {kind}"
                 )
                 return True
             if completed[kind] >= count:
@@ -565,7 +563,7 @@ class Run:
             self.folder.note("stop" if stopped else "done", step=self.step, signal=number or None)
         if stopped:
             self._loop = ""
-            self.say(f"stopped after step {self.step:,}, which is saved; run the script again to go on")
+            self.say(f"stopped after step {self.step:,}, which is saved; run the script again to continue")
             self.close()
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -610,11 +608,11 @@ class Run:
 
     def _commit(self, point: Point, facts: dict[str, Any] | None = None) -> None:
         if self._closed or (self.folder.lock is not None and self.folder.lock.fd < 0):
-            raise UsageError("the run is closed", "It has released its lock.", "Make a new ckptool.Run for the folder")
+            raise UsageError("the run is closed", "It has released its lock.", "Create a new ckptool.Run")
         if averaged := self.objects.averaging_optimizer():
             raise UsageError(
                 f"{averaged} is in evaluation mode",
-                "The weights are its averages now, from which training cannot continue.",
+                "Its weights are the averages now; training cannot continue from those.",
                 f"Call {averaged}.train() before the step ends",
             )
         self._measure()

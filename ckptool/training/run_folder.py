@@ -127,7 +127,7 @@ def recorded(folder: str) -> tuple[str, str]:
         raise UsageError(f"{folder} is not a run: it has no run.yaml", "", f"Start one: {command('train', 'run.yaml')}")
     text = read_small_text(path, "the configuration of a run", MAX_CONFIG)
     if (match := _ID.search(text)) is None:
-        raise Corrupt(f"{path} is not the configuration of a run", "Its first line says which run; it was changed.")
+        raise Corrupt(f"{path} is not a run's configuration", "It does not begin with the run's id.")
     return match[1], text
 
 
@@ -162,7 +162,7 @@ def _refuse_run(folder: str, elsewhere: str | Command) -> None:
 def _without_config(folder: str, elsewhere: str | Command) -> Conflict:
     return Conflict(
         f"{folder} holds checkpoints, but no run.yaml of their run",
-        "Without it, nobody knows how they were trained. They were left as they are.",
+        "Without it, nothing says how they were trained. They were left as they are.",
         f"Put run.yaml back, or name another folder: {elsewhere}",
     )
 
@@ -240,7 +240,7 @@ class Lock:
                         holder = os.pread(self.fd, 300, 0).decode("utf-8", "replace").strip()
                         raise Conflict(
                             f"{folder} is being written by another process ({holder or 'unknown'})",
-                            "Two trainers on one run would mix their checkpoints.",
+                            "Two trainers in one run would mix their checkpoints.",
                             f"Wait for it, stop it, or name another folder: {elsewhere}",
                         ) from None
                     time.sleep(0.05)
@@ -250,7 +250,7 @@ class Lock:
                 os.pwrite(self.fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except OSError as error:
             self.release()
-            why = "Without a lock two trainers could mix their files."
+            why = "Without a lock, two trainers could mix their files."
             raise FileProblem(f"cannot lock {path}: {error.strerror}", why) from error
         except BaseException:
             self.release()
@@ -270,13 +270,13 @@ class Lock:
 def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
     """The checkpoints of a run, oldest first, and why each is kept; `full` compares their sha256 too, which reads them.
 
-    Raises `UsageError` for a folder that is no run, `Corrupt` for one whose run.yaml cannot be read.
+    Raises `UsageError` for a folder that is not a run, `Corrupt` for one whose run.yaml cannot be read.
     """
     name = folder_of(run)
     run_id, text = recorded(name)
     if not (config := values_of(text)):
         path = os.path.join(name, CONFIG)
-        raise Corrupt(f"{path} is not the configuration of a run", "It was changed, or damaged.")
+        raise Corrupt(f"{path} is not a run's configuration", "It was changed, or damaged.")
     folder = RunFolder(name, run_id)
     history = list(folder.history.read())
     config = last_config(name, run_id, config)

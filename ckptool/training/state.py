@@ -138,7 +138,7 @@ class Objects:
         names = {*self.named, *self.generators}
         if missing := sorted(saved - names):
             raise Conflict(
-                f"{where} holds the state of {listed(missing)}, which this script does not give",
+                f"{where} holds the state of {listed(missing)}, which this script does not pass",
                 "Without it this would be a different run.",
                 f"Give it under that name: ckptool.Run(…, {missing[0]}=…)",
             )
@@ -153,7 +153,7 @@ class Objects:
             name, kind = changed[0]
             raise Conflict(
                 f"{where} holds the state of {name}, a {kind}; the script gives {kinds[name]}",
-                "It might load the state, and then train like neither of them.",
+                "It might load the state, but train like neither of them.",
                 f"Give {kind}, or start a new run",
             )
 
@@ -163,7 +163,7 @@ class Objects:
         Raises `Conflict`, naming the object, if a state is missing or does not fit.
         """
         if missing := [name + SUFFIX for name in self.named if name + SUFFIX not in tree]:
-            raise Conflict(f"{where} has no {missing[0]}", "Without it the run would resume as a different one.")
+            raise Conflict(f"{where} has no {missing[0]}", "Without it, the run would not resume as it was.")
         order: Iterable[Any] = (nn.Module, Optimizer)
         first = [name for kind in order for name in self.of(kind)]
         for name in (*first, *(name for name in self.named if name not in first)):
@@ -200,7 +200,7 @@ class Objects:
             trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             if unowned := [parameter for parameter in trained if id(parameter) not in owned]:
                 raise UsageError(
-                    f"{name} trains {counted(len(unowned), 'parameter')} of no module that was given",
+                    f"{name} trains {counted(len(unowned), 'parameter')} of no module that was passed",
                     "They would not be saved.",
                     "Give the module: ckptool.Run(…, model=model); or torch.nn.ParameterList([parameter])",
                 )

@@ -111,7 +111,7 @@ def check(saved: SavedState, verify: str = "full") -> SavedState:
     compares its sha256, too, `size` only its size."""
     sidecar = saved.sidecar
     if saved.path.endswith(".pt") and os.path.isdir(saved.path):
-        raise Corrupt(f"{saved.path} is a folder", "A checkpoint of this name is a file.")
+        raise Corrupt(f"{saved.path} is a folder", "A checkpoint of that name is a file.")
     if sidecar is None:
         raise Corrupt(f"{saved.path} has no sidecar", "It was not committed, or the sidecar was lost.")
     if sidecar.get("step") != saved.step:
@@ -122,7 +122,7 @@ def check(saved: SavedState, verify: str = "full") -> SavedState:
     for record, problem in zip(records, problems, strict=True):
         if not problem:
             return replace(saved, sidecar={**sidecar, **record})
-    raise Corrupt(problems[0], "It was cut, overwritten or damaged after it was saved.")
+    raise Corrupt(problems[0], "It was truncated, overwritten or damaged after it was saved.")
 
 
 def _damage(path: str, record: dict[str, Any], verify: str) -> str:
@@ -160,7 +160,7 @@ def newest_whole(
     if checkpoints:
         raise NoneValid(
             f"{folder} holds {counted(len(checkpoints), 'checkpoint')}, and none of them is whole",
-            "Nothing was deleted, and nothing was started from the beginning.",
+            "Nothing was deleted, and no training was started over.",
             f"See what is wrong with them: {command('scan', folder)}",
         )
     return None
@@ -380,7 +380,7 @@ class RunFolder:
             if different := sorted(set(files) ^ set(files_of(new_folders[0].path))):
                 raise FileProblem(
                     f"{new_folders[0].target}: not all processes see {listed(different, 3)}",
-                    "They write into one folder, which all of their machines have to share.",
+                    "They write to one folder, which all machines have to share.",
                 )
             path, sidecar = new_folders[0].target, sidecar_of(new_folders[0].target)
             record = {"run": self.id, "step": step, "bytes": sum(entry["bytes"] for entry in files.values())}

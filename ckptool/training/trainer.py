@@ -151,7 +151,7 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
     """
     data, task = load_data(config.data, config.seed), load_task(config.task)
     if missing := [phase.model for phase in task.phases if phase.model not in config.models]:
-        what = f"task: {config.task} trains the model {missing[0]!r}, but there is none by this name"
+        what = f"task: {config.task} trains the model {missing[0]!r}, but there is no such model"
         raise UsageError(what, f"Available: {', '.join(config.models)}.")
     per_epoch = any(each.schedule is not None and each.schedule.per == "epoch" for each in config.optim.values())
     if not data.epoch_count and (config.train.epochs or config.eval.every == "epoch" or per_epoch):
@@ -511,7 +511,7 @@ def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | No
     if not metrics:
         raise UsageError(
             "there is nothing to evaluate on",
-            "No sample is held out, and there is no validation set.",
+            "No data is held out, and there is no validation set.",
             f"Name one: {arg(set=['data.val.name=file.py:NAME', 'data.val_fraction=0'])}",
         )
     return Evaluated(folder, saved.step, chosen, on, config.eval.ema, metrics)
@@ -548,7 +548,7 @@ def rehearse(config: Config) -> Rehearsal:
 
             changed = diff_files(saved.path, resaved.path).changed
             where = f" in {printable(changed[0].address)}" if changed else ""
-            raise Corrupt(f"the reloaded state differs{where}", "A run would not resume as it stopped.")
+            raise Corrupt(f"the reloaded state differs{where}", "A run would not resume as it was saved.")
         if trainer.eval_every:
             remember(trainer, measured(trainer, limit=1) or {})  # refuses a metric that the task does not give
         without = None

@@ -343,17 +343,17 @@ def _problems(
     scale, t = options.get("scale", 1.0), options.get("t", 0.5)
     has_base = "base" in METHODS[method].takes
     if has_base and "base" not in options:
-        yield f"{arg(method=method)} needs {arg('base')}", "It merges differences from it."
+        yield f"{arg(method=method)} needs {arg('base')}", "It merges differences from a base."
     if method == "slerp" and files != 2:
         yield f"{arg(method='slerp')} was given {counted(files, 'file')}", "It takes two."
     if files < 2 - has_base:
-        yield "average needs at least two files", f"With {arg('base')}, one."
+        yield "average needs at least two files", f"With {arg('base')}, one is enough."
     if not math.isfinite(scale):
         yield f"{_LAMBDA} {scale} is not a finite number", ""
     if not 0 <= t <= 1:
         yield f"{arg(t=t)} is not from 0 to 1", "0 is the first file, 1 the second."
     if len(densities) not in (1, files):
-        yield f"{arg('density')} gives {counted(len(densities), 'value')}", "One, or one each."
+        yield f"{arg('density')} gives {counted(len(densities), 'value')}", "Give one, or one per file."
     if not all(1e-9 <= density <= 1 for density in densities):
         yield f"{arg('density')} {','.join(f'{density:g}' for density in densities)} is not from 1e-9 to 1", ""
     for name in (name for name in options if name != "weights" and name not in METHODS[method].takes):
@@ -367,13 +367,13 @@ def _problems(
     weights = options.get("weights", [1.0] * files)
     if len(weights) != files:
         what = f"{counted(len(weights), 'weight was', 'weights were')} given for {counted(files, 'file')}"
-        yield what, "Each file has one, in the same order."
+        yield what, "Give one per file, in the same order."
     if not math.isfinite(sum(weights)):
-        yield f"the weights add up to {sum(weights)}", "Each is a finite number, and so is their sum."
+        yield f"the weights add up to {sum(weights)}", "Each has to be a finite number, and so does their sum."
     if method == "slerp" and not (min(weights, default=0) >= 0 and sum(weights) > 0):
         yield (
-            "slerp was given weights that are negative, or 0 in all",
-            "The second one's share is the place on the arc.",
+            "slerp was given weights that are negative or add up to 0",
+            "The second file's share is the position on the arc.",
         )
 
 
@@ -398,8 +398,8 @@ def average(
         wrapped = [name for node, name, keys in zip(nodes, names, plain, strict=False) if {*node} != keys]
         if wrapped and all(keys == plain[-1] for keys in plain):
             strip = command("strip-module", wrapped[0], out=OUT)
-            raise Conflict(what, why, f"Only a prefix differs; take it off: {strip}")
-        raise Conflict(what, why, f"See all of it: {command('diff', names[0], names[-1])}")
+            raise Conflict(what, why, f"Only a prefix differs; remove it: {strip}")
+        raise Conflict(what, why, f"See all differences: {command('diff', names[0], names[-1])}")
     first_names: dict[Any, str] = {}  # of a tensor with several names the first by sorting, whatever order they are in
     largest: dict[tuple[int, ...], list[TensorEntry]] = {}  # by the storages in all files: the largest tensor on them
     for name, key in sorted((str(key), key) for key, value in last.items() if isinstance(value, TensorEntry)):
@@ -419,10 +419,10 @@ def average(
             kind = "an array of numpy"
         earlier = (Checkpoint({"": node[key]}, DEFAULT) for node in nodes[:-1])
         if kind and not all(diff(other, Checkpoint({"": value}, DEFAULT), statistics=False).same for other in earlier):
-            what = f"{key!s} is a tensor of another kind ({kind}), whose mean is not computed"
+            what = f"{key!s} is a special tensor ({kind}); its mean cannot be computed"
             fix = "Give it as a plain tensor: tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), "
             fix += "torch.from_numpy(array)"
-            raise Unsupported(what, "The last one's values would stand among means. Nothing was written.", fix)
+            raise Unsupported(what, "The last file's values would end up among the means. Nothing was written.", fix)
         tree[key] = value
         if not isinstance(value, TensorEntry):
             from_last[str(key)] = f"a {value.kind} tensor" if isinstance(value, Composite) else type(value).__name__

@@ -46,7 +46,7 @@ def container_of(checkpoint: Checkpoint) -> str:
 def refuse_container(what: str, name: str, example: str) -> None:
     """Raises `UsageError` for a container that cannot hold plain values."""
     if name not in CONTAINERS:
-        why = f"It is {' or '.join(CONTAINERS)}: those also hold values that are not tensors."
+        why = f"It is {' or '.join(CONTAINERS)}: those also hold values other than tensors."
         raise UsageError(f"{what} {name}", why, f"For example: {example}")
 
 
@@ -71,7 +71,7 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
         if (folded := _folded(name)) in taken:
             what = f"two members are called {_quoted(name)}"
             if (other := taken[folded]) != name:
-                what = f"{_quoted(other)} and {_quoted(name)} are one name where case or Unicode form is ignored"
+                what = f"{_quoted(other)} and {_quoted(name)} are the same name where case or Unicode form is ignored"
             raise Conflict(what, "One member would replace the other. Nothing was written.", fix)
         taken[folded] = name
 
@@ -102,7 +102,7 @@ def members_of(checkpoint: Checkpoint) -> dict[Any, Any]:
     tree, where = checkpoint.tree, checkpoint.source or "the checkpoint"
     if not isinstance(tree, dict):
         what = f"{where} is not a bundle: it is of type {type(tree).__name__}"
-        raise UsageError(what, "A bundle is a dictionary with names as keys.")
+        raise UsageError(what, "A bundle is a dictionary of names.")
     if kind := one_thing(checkpoint):
         why = "Its entries are the tensors of one model or optimizer."
         fix = f"It can be a member: ckptool bundle NAME={where if checkpoint.source else 'FILE'} … -o OUT"
@@ -210,7 +210,7 @@ def is_plain(value: Any) -> bool:
 def ties_across(tree: Mapping[Any, Any]) -> tuple[tuple[str, ...], ...]:
     """The addresses of the tensors on each storage that several members share.
 
-    Raises `Ambiguous` where such an address leads to two tensors (keys 0 and "0").
+    Raises `Ambiguous` where such an address is the name of two tensors (keys 0 and "0").
     """
     users: dict[int, list[tuple[Path, str]]] = defaultdict(list)
     storages_at: dict[str, set[int]] = defaultdict(set)
@@ -219,8 +219,8 @@ def ties_across(tree: Mapping[Any, Any]) -> tuple[tuple[str, ...], ...]:
         storages_at[place].add(id(storage))
     ties = tuple(tuple(place for _, place in group) for group in users.values() if len({name for name, _ in group}) > 1)
     if ambiguous := [place for group in ties for place in group if len(storages_at[place]) > 1]:
-        what = f"{ambiguous[0]} leads to two tensors, one of which is shared with another member"
-        raise Ambiguous(what, "What is shared could not be recorded.")
+        what = f"{ambiguous[0]} is the name of two tensors, one of which is shared with another member"
+        raise Ambiguous(what, "The sharing could not be recorded.")
     return ties
 
 
@@ -236,7 +236,7 @@ def tied_again(tree: dict[Any, Any], ties: Iterable[Sequence[str]]) -> dict[Any,
         tied = list({id(storage_at[place]): storage_at[place] for place in names}.values())
         groups = list(equal([(storage.location, storage) for storage in tied]))
         if len(tied) > 1 and [len(storages) for storages in groups] != [len(tied)]:
-            what = f"{listed(names)} were one tensor in the bundle, and differ now"
+            what = f"{listed(names)} were one tensor in the bundle, but differ now"
             why = "Tied again, one of them would lose its values. Nothing was written."
             raise Conflict(what, why, 'To keep both, take them out of "ties" in bundle.json.')
         replacements.update((id(storage), tied[0]) for storage in tied)
@@ -254,7 +254,7 @@ def _storage_places(tree: Any) -> Iterator[tuple[Path, str, Storage]]:
 def refuse_unnamed(like: Any) -> None:
     """Raises `Unsupported` for attributes of the bundle's dictionary, which are in none of its members."""
     if isinstance(like, OrderedDict) and like.attributes:
-        what = "the bundle's dictionary has attributes of its own, which no file of a member can hold"
+        what = "the bundle's dictionary has attributes of its own, which no member's file can hold"
         raise Unsupported(what, f"They are: {listed(list(like.attributes))}.")
 
 

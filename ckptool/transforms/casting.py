@@ -263,8 +263,8 @@ def cast_roots(
     before: dict[int, TensorEntry] = {}
     for entry in chosen.values():
         if before.setdefault(id(entry.storage), entry).dtype is not entry.dtype:
-            what = f"the storage of {names[id(entry.storage)]} is seen as two types"
-            raise Conflict(what, "Its elements cannot be converted without knowing their dtype.")
+            what = f"the storage of {names[id(entry.storage)]} is viewed as two dtypes"
+            raise Conflict(what, "It is unclear which of the two its elements are.")
     for path, node in walk(checkpoint.tree):
         for segment, part in children(node):
             clashes = [stored for stored in stored_parts(part) if id(stored.storage) in names]

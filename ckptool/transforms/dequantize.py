@@ -29,8 +29,8 @@ _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds a row
 def weight_of(weight: QuantizedWeight, dtype: DType) -> TensorEntry:
     """The weight itself in a floating type, computed while it is read. Reads nothing yet.
 
-    Reading raises `Corrupt` for an index outside of its table, `Ambiguous` for zero points of GPTQ that the
-    configuration does not settle.
+    Reading raises `Corrupt` for an index outside its table, `Ambiguous` for zero points of GPTQ that the
+    configuration does not say.
     """
     inputs, location, shape = tuple(weight.parts.values()), weight.parts["codes"].location, weight.shape
     matrix: tuple[int, ...] = prod(shape[:-1]), shape[-1]
@@ -175,9 +175,9 @@ def _gptq_offset(weight: QuantizedWeight) -> int:
         return 0
     if not symmetric and forms and high < largest:
         return 1
-    what = f"{name}: zero points of {low} to {high}, and a configuration that does not settle what they stand for"
-    why = f"Symmetric weights have {middle}. GPTQ's first version stores them less one, its second as they are."
-    fix = 'Say it in quantization_config of its config.json: "checkpoint_format": "gptq" for the first, else "gptq_v2".'
+    what = f"{name}: zero points of {low} to {high}, and a configuration that does not say what they mean"
+    why = f"Symmetric weights have {middle}. GPTQ's first version stores them minus one, its second as is."
+    fix = 'Set it in quantization_config of its config.json: "checkpoint_format": "gptq" for the first, else "gptq_v2".'
     raise Ambiguous(what, why, fix)
 
 
@@ -230,12 +230,12 @@ def dequantize(
     where = checkpoint.source or "the checkpoint"
     if problems := [problem for _, codes in by_root for problem in codes.problems]:
         what = f"{where}: {counted(len(problems), 'part')} cannot be dequantized: {listed(problems, 4)}"
-        raise Unsupported(what, "Codes that are not understood are not weights. Nothing was written.")
+        raise Unsupported(what, "Codes cannot be used as weights without knowing their format. Nothing was written.")
     weights = [
         (address((*root.base, *root.path, weight.name)), weight) for root, codes in by_root for weight in codes.weights
     ]
     if not weights:
-        raise NoMatch(f"{where} has no quantized weights", "None of its names and types is that of a known format.")
+        raise NoMatch(f"{where} has no quantized weights", "None of its names and types match a known format.")
     entries: dict[tuple[Any, ...], TensorEntry] = {}  # by views of their parts: ties stay
     replaced: dict[int, Any] = {}
     for root, codes in by_root:

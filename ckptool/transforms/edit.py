@@ -44,7 +44,7 @@ def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, tuple
     if unmatched := [pattern for pattern in patterns if pattern not in used]:
         why, name = "Patterns match whole addresses, or keys of model weights.", unmatched[0]
         begins = any(f"/{name}." in f"/{address(path)}" for path, _ in walk(checkpoint.tree))
-        fix = f"See what is there: {command('inspect', FILE, all=True)}"
+        fix = f"See what is in it: {command('inspect', FILE, all=True)}"
         if begins:
             fix = f"Everything below it: {arg(drop=f'{name}.*')}"
         elif meant := nearest(name, (address(path) for path, node in walk(checkpoint.tree) if isinstance(node, dict))):
@@ -63,7 +63,7 @@ def with_value(tree: Any, place: str, value: Any) -> Any:
     key: Any  # an existing key itself, else a text
     above, _, key = place.strip("/").rpartition("/")
     if not key:
-        why = "A value is set at an address in it."
+        why = "Set a value at an address in it."
         raise UsageError("the whole file cannot be set", why, f"For example: {arg(set={'epoch': 3})}")
     _, parent = find(tree, above)
     if isinstance(parent, Object) and parent.items is not None:
@@ -84,29 +84,29 @@ def with_value(tree: Any, place: str, value: Any) -> Any:
                 entry = find(tree, meant)
         if entry is not None:
             what = f"there is no {place}, but there is {meant}"
-            raise UsageError(what, "Addresses have slashes.", f"Set that: {arg(set={meant: value})}") from None
+            raise UsageError(what, "Addresses use slashes.", f"Set that: {arg(set={meant: value})}") from None
         key = key.replace("~1", "/").replace("~0", "~")
     new = value if isinstance(value, TensorEntry) else array_entry(value)
     if isinstance(old, TensorEntry) and new is not None:  # the new values, also in those that are tied to it
         if (new.dtype, new.shape) != (old.dtype, old.shape):
-            raise Conflict(f"{place} is {old!r}, and would be {new!r}", "New values are of the same type and shape.")
+            raise Conflict(f"{place} is {old!r}, but the value is {new!r}", "Dtype and shape have to agree.")
         if any(old.flags.lazy):
-            raise Conflict(f"{place} is a conjugated or negated view", "Its stored values are not the ones it shows.")
+            raise Conflict(f"{place} is a conjugated or negated view", "Its stored values differ from those it shows.")
         data = resolved(new).row_major()
         if old.is_contiguous and old.nbytes == old.storage.nbytes:  # every tied name sees them, as it would in torch
             replacement = Storage(data, old.location)
             return map_storages(tree, lambda storage: replacement if storage is old.storage else storage)
         for path, other in tensors(tree):
             if other is not old and isinstance(other, TensorEntry) and other.storage is old.storage:
-                what = f"{place} shares its storage with {address(path)}, and covers only a part of it"
-                raise Conflict(what, "Writing it would change the other in parts.")
+                what = f"{place} shares its storage with {address(path)}, and covers only part of it"
+                raise Conflict(what, "Writing it would change part of the other.")
         return rebuild(tree, lambda node: old.with_values(data) if node is old else node)
     if new is not None and not new.shape and not isinstance(value, TensorEntry):
         value = new.numpy().item()
     if count := len(lost_tensors(old, None)):
-        what = f"{place} holds {counted(count, 'tensor')}, and would become a plain value"
+        what = f"{place} holds {counted(count, 'tensor')}, but would become a plain value"
         fix = f"Leave it out: {arg(drop=place)}; in Python a tensor can be set to another of its shape and type."
-        raise UsageError(what, "Values would be lost. Nothing was written.", fix)
+        raise UsageError(what, "They would be lost. Nothing was written.", fix)
     if isinstance(parent, list):
         return rebuild(tree, replaced={id(parent): [value if i == key else old for i, old in enumerate(parent)]})
     return rebuild(tree, replaced={id(parent): same_kind(parent, {**parent, key: value})})

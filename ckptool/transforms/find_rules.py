@@ -367,7 +367,7 @@ class FoundRule(NamedTuple):
         if self.by_value < self.tensors:
             texts.append(f"{self.tensors - self.by_value:,} by name and shape only: the values differ")
         if self.alike:
-            why = "with the values of others as well, distinguished by names or their order alone: check them"
+            why = "with the same values as others, distinguished only by names or order: check them"
             texts.append(f"{self.alike:,} {why}")
         return "; ".join(texts)
 
@@ -421,7 +421,9 @@ class FoundRules(Report):
         lines = [f"# {names}: {self._proof()}.", *(f"# {printable(text)}" for text in self._left_over()), "rules:"]
         for rule in self.rules:
             lines += [f"# {rule.evidence()}", yaml_item(rule.text)]
-        lines += ["# What is not made may be of these: check them."] if self.drop and self._is_incomplete() else []
+        lines += (
+            ["# What is missing may be made from these: check them."] if self.drop and self._is_incomplete() else []
+        )
         lines += ["drop:", *map(yaml_item, self.drop)] if self.drop else []
         return "\n".join(lines) + "\n"
 

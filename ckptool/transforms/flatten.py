@@ -72,14 +72,14 @@ def export(
             if count := len(lost_tensors(value, [*plain.values()])):
                 wrong.append(f"{key!s} (a {word} with {counted(count, 'tensor')})")
     if wrong:
-        why = "It holds only plain tensors, each under its name. Nothing was written."
-        fix = f"Leave them out: {arg(exclude=NAME)}; or keep everything, to be restored by ckptool: {arg(all=True)}"
+        why = "It holds only plain tensors, each under a name. Nothing was written."
+        fix = f"Leave them out: {arg(exclude=NAME)}; or keep everything, which ckptool can restore: {arg(all=True)}"
         raise Unsupported(f"{container.name} cannot hold {listed(wrong)}", why, fix)
     for key, entry in plain.items():
         if entry.nbytes > max(entry.storage.nbytes, MAX_WRITTEN_OUT):
             what = f"{key} is an expanded view: {size(entry.nbytes)} to write, {size(entry.storage.nbytes)} stored"
             why = f"{container.name} has no strides, so every repeated value would be written out."
-            raise Conflict(what, why, f"Leave it out: {arg(exclude=NAME)}; or keep it as it is: {arg(all=True)}")
+            raise Conflict(what, why, f"Leave it out: {arg(exclude=NAME)}; or keep it as is: {arg(all=True)}")
     copy_ties = copy_ties or not container.keeps_ties
     notes = lost_views(plain, copy_ties)
     if not container.keeps_ties:
@@ -280,9 +280,9 @@ def left_behind(checkpoint: Checkpoint, names: Sequence[str], written: Any, *, c
         odd = listed([f"{name} ({_sum(sizes[name])})" for name in unexpected], 3)
         raise Unsupported(
             f"{checkpoint.source or 'the checkpoint'}: {_sum(lost)} would be left out, more than the {size(total)} "
-            f"that would be written: {odd}",
-            "They are of no optimizer, average or random state, and may be the model. Nothing was written.",
-            f"Name the part that is wanted: {quoted(input_of(checkpoint.source, 'ADDRESS'))}",
+            f"to be written: {odd}",
+            "They belong to no optimizer, average or random state, and may be the model. Nothing was written.",
+            f"Name the part that you want: {quoted(input_of(checkpoint.source, 'ADDRESS'))}",
         )
     facts = {"left_behind_tensors": len(behind), "left_behind_bytes": sum(nbytes for *_, nbytes in behind)}
     return Behind(weighing, plain, {"left_behind": list(sizes), **facts})

@@ -79,10 +79,8 @@ def open_joined(
     name, place = split(file)
     checkpoint = joined(name, rules, given, like)
     if checkpoint is None and not rules.of_layout:
-        what = f"{name} has no files of model-parallel ranks, as Megatron (mp_rank_XX) and Llama have them"
-        raise UsageError(
-            what, "Tensors that are whole are changed by translate.", f"See what it is: {command('inspect', name)}"
-        )
+        what = f"{name} has no files of model-parallel ranks, like Megatron's (mp_rank_XX) and Llama's"
+        raise UsageError(what, "translate changes whole tensors.", f"See what it is: {command('inspect', name)}")
     if checkpoint is None:
         checkpoint = changeable(open_file(name)).checkpoint
         if checkpoint.part is not None:
@@ -128,11 +126,11 @@ def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLi
             optimizers[owner] = tree
             continue
         if not isinstance(tree, dict):
-            raise Corrupt(f"{source}: {file} is not a dictionary", "It is no rank's file of a model.")
+            raise Corrupt(f"{source}: {file} is not a dictionary", "It is not one rank's file of a model.")
         args = tree["args"].attributes if isinstance(tree.get("args"), Object) else {}
         declared: list[Any] = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
         if len(numbers) > 2 or (type(declared[2]) is int and declared[2] > 1):
-            what = f"{source}: {file} is of expert parallelism, which divides the experts over ranks"
+            what = f"{source}: {file} has expert parallelism, which shards the experts"
             raise Unsupported(what, "Rules join tensor and pipeline parallelism only.", "Save it as torch_dist.")
         for axis, number in enumerate((*numbers, 0)[:2]):
             size = declared[axis] if type(declared[axis]) is int and declared[axis] < 1 << 20 else 1
@@ -177,7 +175,9 @@ def _joined_model(joiner: Joiner, ranks: list[_Rank], rules: Translation, lookup
     steps, unmatched = steps_of(rules.join, shares)
     if unmatched:
         what = f"{rules.path} has no rule for {counted(len(unmatched), 'tensor')}: {listed(unmatched, 4)}"
-        raise UsageError(what, "Each tensor needs one, if only `replicated` or `skip`. Nothing was written.", JOIN_LOOK)
+        raise UsageError(
+            what, "Each tensor needs one, even if only `replicated` or `skip`. Nothing was written.", JOIN_LOOK
+        )
     if not rules.of_layout:
         used = {step.rule.origin for step in steps}
         refuse_idle((rule for rule in rules.join if rule.origin not in used), TAKEN_BEFORE, WHOLE_KEY)
@@ -196,8 +196,8 @@ def _joined_model(joiner: Joiner, ranks: list[_Rank], rules: Translation, lookup
             raise rule.error(f"it has {numbers}", "Each is a whole number above zero.", JOIN_LOOK)
         model[name] = _join_shares(joiner, name, rule, numbers, shares[name], world, like)
         if name in joiner.different and op.name != "first":
-            what, why = f"{joiner.where}: {name}: {joiner.different[name]}", "By the rule they should be the same."
-            fix = "If each has its own part, name the way in which it is divided; if one will do: first."
+            what, why = f"{joiner.where}: {name}: {joiner.different[name]}", "By that rule they should be the same."
+            fix = "If each rank has a part, give the way it is sharded; if any rank's will do: first."
             raise rule.error(what, why, fix, kind=Conflict)
     return model
 
@@ -278,7 +278,7 @@ def _join_shares(
     for number, share in shares:
         rank = number // copies
         if share.entry.shape[axis : axis + 1] != (lengths[rank],):
-            raise unfit(f"is {list(share.entry.shape)} in {share.owner}, another shape than elsewhere")
+            raise unfit(f"is {list(share.entry.shape)} in {share.owner}, a different shape than elsewhere")
         unit = lengths[rank] // sum(parts)
         for before, part in zip(accumulate(parts, initial=0), parts, strict=False):
             begin = (total * before + sum(lengths[:rank]) * part) // sum(parts)

@@ -79,15 +79,15 @@ class MemoryTree:
         """Raises `Unsupported` where names in memory are not known."""
         if self.unknown:
             shown = listed(self.unknown)
-            what = f"{name}: what transformers makes of {shown} in memory is not known here"
+            what = f"{name}: it is unknown what transformers makes of {shown} in memory"
             fix = "Load it with transformers, save its state_dict() with torch.save, and name that file"
-            raise Unsupported(what, "PEFT reads names in memory, which its files do not have.", fix)
+            raise Unsupported(what, "PEFT uses the names in memory, which differ from those in the files.", fix)
 
 
 def in_memory(file: Mapping[Any, Any], config: Mapping[str, Any], name: str) -> MemoryTree:
     """The state dict of a file as the library that wrote its configuration has it in memory. Reads nothing.
 
-    Raises `Conflict` where two tensors have one name in memory, or some that belong together are missing.
+    Raises `Conflict` where two tensors have the same name in memory, or some that belong together are missing.
     """
     steps, kind, names = _steps(config), config.get("model_type"), dict[Any, Any]()
     memory = MemoryTree({}, odd=_tables()[1].get(kind, ()) if isinstance(kind, str) else ())
@@ -110,8 +110,8 @@ def in_memory(file: Mapping[Any, Any], config: Mapping[str, Any], name: str) -> 
     if len(memory.tree) < len(names):
         counts = Counter(names.values())
         twice = [key for key, new in names.items() if counts[new] > 1]
-        what = f"{name}: {listed(twice)} have one name in memory"
-        raise Conflict(what, "config.json is of another model, or a library of another version wrote them.")
+        what = f"{name}: {listed(twice)} have the same name in memory"
+        raise Conflict(what, "config.json belongs to a different model, or written by another version.")
     for step, new_names, old in groups.values():
         operations = tuple(replace(parse_operation(op), parts=len(new_names)) for op in step.operations.split(" | "))
         group = _Group(operations, [sorted(keys, key=_natural_order) for keys in old if keys], new_names)
@@ -123,7 +123,7 @@ def in_memory(file: Mapping[Any, Any], config: Mapping[str, Any], name: str) -> 
                 parts = [applied(op, tensors, _value) for tensors in batches]
         except UsageError as error:
             what = f"{name}: {new_names[0]} cannot be made of {listed(group.old[0], 2)}"
-            raise Conflict(what, f"{error.what}: tensors are missing, or config.json is of another model.") from None
+            raise Conflict(what, f"{error.what}: tensors are missing, or config.json is another model's.") from None
         memory.tree |= dict(zip(new_names, (tensor for part in parts for tensor in part), strict=True))
     return replace(memory, names=names, ties=_ties(config, memory.tree))
 

@@ -53,7 +53,7 @@ def with_optimizers(
     if not states:
         what = f"{part.source or 'the checkpoint'} has no optimizer state"
         why = "It would be a dictionary with `state` and `param_groups`. Nothing was written."
-        raise NoMatch(what, why, _member_command(whole, form) or f"Go without it: omit {OPTION}")
+        raise NoMatch(what, why, _member_command(whole, form) or f"Go without: omit {OPTION}")
     lines = [] if tree is part.tree else ["flattened keys of the optimizer are nested again"]
     for path, optimizer in states:
         place = address((*part.base, *path))
@@ -70,9 +70,9 @@ def with_optimizers(
             line = f"{count} by name"
             if not slots.is_named:
                 if any("history_size" in group and "line_search_fn" in group for group in slots.groups):
-                    what = f"{slots.called} is LBFGS, whose state is not of single parameters"
-                    why = "Its vectors run over all parameters at once."
-                    raise Unsupported(what, why, f"Keep its numbers: without {OPTION}")
+                    what = f"{slots.called} is LBFGS, whose state is not per parameter"
+                    why = "Its vectors cover all parameters together."
+                    raise Unsupported(what, why, f"Keep its numbers: omit {OPTION}")
                 line += "" if slots.own_names() is not None else ", known by order"
                 changed = slots.renamed(slots.names(whole, target)).tree
             if form == FLAT:
@@ -94,7 +94,7 @@ def _member_command(whole: Checkpoint, form: str) -> str:
     member = os.path.join(folder, name)
     ids = command("convert", member, optimizer_as="ids", out=OUT)
     names = command("convert", member, optimizer_as="names", out=OUT)
-    return f"It is beside them: {ids if form == IDS else names}"
+    return f"They are beside it: {ids if form == IDS else names}"
 
 
 # Which slot is whose -------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Slots:
         if first_error is not None and not fitting:
             raise first_error
         fits = f"{listed(roots, 4)} all fit" if fitting else f"{whole.source or 'the checkpoint'} holds no weights"
-        why = "Which parameter a number stands for is only known from the weights that it was made for."
+        why = "Only the weights that it was made for tell which parameter a number stands for."
         fix = f"{advice[:1].upper()}{advice[1:]}"
         raise Conflict(f"the parameters of {self.called} are numbered, and {fits}", f"{why} Nothing was written.", fix)
 
@@ -215,7 +215,7 @@ class Slots:
         slots, groups = counted(len(self.slots), "slot"), counted(len(self.groups), "group")
         count = f"{slots} in {groups}, {counted(len(parameters), 'parameter')}"
         raise Conflict(
-            f"it cannot be known which slots of {self.called} belong to which parameters ({count})",
+            f"it is unclear which slots of {self.called} belong to which parameters ({count})",
             "They are numbered, not named, and neither their count nor their shapes identify them. "
             + ("" if ordered else "The weights are sorted by name, as safetensors are, not as in the model. ")
             + "Nothing was changed.",

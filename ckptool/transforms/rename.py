@@ -56,12 +56,12 @@ def strip(
             if not partial and 0 < len(without) < len(names):
                 what = f"{len(names) - len(without):,} of {counted(len(names), 'key')} of {root.address or 'the file'} "
                 what += f"begin with {prefix!r}; without it: {listed(without, 3)}"
-                why = "A wrapper would have put it on all of them; this may be a submodule of that name."
+                why = "A wrapper would have added it to all keys; this may be a submodule of that name."
                 raise Conflict(what, why, f"Remove it where it is: {arg(partial=True)}")
             names = [name.removeprefix(prefix) for name in names]
     if lacking := [prefix for number, prefix in enumerate(prefixes) if number not in present]:
         fix = f"See the keys: {command('inspect', FILE, all=True)}"
-        raise NoMatch(f"no key begins with {lacking[0]!r}", "No key has the prefix that you named.", fix)
+        raise NoMatch(f"no key begins with {lacking[0]!r}", "No key has the prefix that you gave.", fix)
     if not prefixes:
         return apply(checkpoint, roots, without_wrappers)
     return apply(checkpoint, roots, lambda key: reduce(str.removeprefix, prefixes, key))
@@ -130,7 +130,7 @@ def refuse_collisions(names: Mapping[str, str], where: str) -> None:
         text = f"{keys[0]} and {keys[1]} would both" if len(keys) == 2 else f"{listed(keys, 3)} would all"
         texts.append(f"{text} be {new!r}")
     if texts:
-        what, why = f"keys of {where} would collide: {'; '.join(texts)}", "Only one of them could stay."
+        what, why = f"keys of {where} would collide: {'; '.join(texts)}", "Only one of them could be kept."
         raise Conflict(what, f"{why} Nothing was written.", f"See the keys: {command('inspect', FILE, all=True)}")
     if empty := [old for old in olds.get("", []) if old]:
         raise Conflict(f"the key {empty[0]!r} of {where} would become empty", "Nothing was written.")

@@ -75,7 +75,7 @@ def parse_resize(text: str) -> Resize:
             name, value = "mode", word
         elif kind != GRID or part is None:
             known = [*modes, *(["antialias", "cls=N", "extra=N", "from=HxW", "to=HxW"] if kind == GRID else [])]
-            takes = f"It takes {', '.join(known)}." if known else "It takes nothing in brackets."
+            takes = f"It takes {', '.join(known)}." if known else "It takes no arguments."
             raise UsageError(f"{match[1]} does not take {word!r}", takes, _EXAMPLE)
         elif part[2]:
             name, value = part[2], (int(part[3]), int(part[4]))
@@ -102,7 +102,7 @@ def resized(entry: TensorEntry, shape: tuple[int, ...], how: Resize, name: str) 
     of over 1 M elements.
     """
     if not entry.dtype.is_float:
-        why = "Only floating-point numbers have means and values in between. Nothing was written."
+        why = "Only floating-point values can be interpolated or averaged. Nothing was written."
         raise Unsupported(f"{name} is {entry!r}, and cannot be resized", why, f"Leave it out: {arg(exclude=NAME)}")
     try:
         result = {GRID: _grid, OF_ROWS: _rows, CHANNELS: _channels}[how.kind](resolved(compact(entry)), shape, how)
@@ -159,7 +159,7 @@ def _image_size(how: Resize, sides: tuple[int, int] | None, tokens: int, word: s
     if side * side != count or not count:
         outside = next((n for n in range(1, 6) if count > n and isqrt(count - n) ** 2 == count - n), 0)
         hint = f", or {outside} of them not part of the image: cls={how.cls + outside}" if outside else ""
-        raise _Unfit(f"{counted(max(count, 0), 'token')} are no square.", f"Say the sizes: {word}=HxW{hint}")
+        raise _Unfit(f"{counted(max(count, 0), 'token')} are not a square.", f"Give the sizes: {word}=HxW{hint}")
     return side, side
 
 
@@ -252,7 +252,7 @@ def _channel_taps(how: Resize, size: int, new: int) -> Taps:
 def _refuse_large(how: Resize, size: int) -> None:
     if size > MAX_SIDE:
         what = f"{how.text} from or to {size:,}"
-        raise LimitExceeded(what, f"At most {MAX_SIDE:,} are computed. Nothing was written.")
+        raise LimitExceeded(what, f"ckptool computes at most {MAX_SIDE:,}. Nothing was written.")
 
 
 # Values --------------------------------------------------------------------------------------------------------------

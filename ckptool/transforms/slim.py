@@ -27,8 +27,8 @@ def without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
     """The tree without optimizer state, and the addresses of that. Raises `UsageError` where nothing would be left."""
     paths = [path for path, _ in optimizers(tree)]
     if () in paths:
-        what = f"{address(base) or 'the whole file'} is the state of an optimizer"
-        fix = f"Drop only what views leave behind: {arg(keep_optimizer=True)}"
+        what = f"{address(base) or 'the whole file'} is optimizer state"
+        fix = f"Drop only unused bytes: {arg(keep_optimizer=True)}"
         raise UsageError(what, "Without it nothing would be left.", fix)
     replaced: dict[int, Any] = {}
     for path in paths:

@@ -418,7 +418,7 @@ class Search:
                 beside = theirs.by_module[near.module] if mine.leaf == near.leaf else {}
                 pairs = [(other, beside[leaf]) for leaf, other in ours.by_module[mine.module].items() if leaf in beside]
                 if all(other.rank == counterpart.rank for other, counterpart in pairs):
-                    nearest = "of the tensors with these shapes, the names are the nearest"
+                    nearest = "of the tensors with these shapes, the names are the closest"
                     self._accept(link, "nothing else has these shapes" if alone else nearest)
                     for other, counterpart in pairs:
                         extra = matched(other, counterpart) if other.keys.keys() <= mine.keys.keys() else None

@@ -15,7 +15,7 @@ from ckptool.formats.boxes import Piece
 from ckptool.formats.pieces import assembled
 
 MAX_WIDTH = 1 << 20  # elements in a row of a weight that is computed row by row: five rows, in f64, are 40 MB
-UNFIT = "The rule does not fit this tensor, or a variable is of another model. Nothing was written."
+UNFIT = "The rule does not fit this tensor, or a variable is that of a different model. Nothing was written."
 
 
 def woven(tensor: TensorEntry, axis: int, groups: int, parts: int, *, apart: bool) -> TensorEntry:
@@ -60,7 +60,7 @@ def refuse_wide(shape: tuple[int, ...], width: int) -> None:
     """Raises `LimitExceeded` for a weight whose rows are too long to hold a few of them in memory."""
     if width > MAX_WIDTH:
         what = f"a weight of {list(shape)} has rows of {counted(width, 'element')}"
-        raise LimitExceeded(what, f"At most {MAX_WIDTH:,} are computed at once.")
+        raise LimitExceeded(what, f"ckptool computes at most {MAX_WIDTH:,} at once.")
 
 
 _recent: list[tuple[object, Any]] = [(None, None)]  # the last result only: a checkpoint has thousands

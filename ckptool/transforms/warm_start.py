@@ -214,7 +214,7 @@ def _match_names(tensors: Mapping[str, Tensor], node: Any, target: Target, optio
     refuse_collisions(names, "the checkpoint")
     if COUNTER in names and COUNTER not in targets and names[COUNTER] == COUNTER:
         del names[COUNTER]
-        notes.append(Note("counter-left-out", f"{COUNTER} counts the models of an average; it is no weight"))
+        notes.append(Note("counter-left-out", f"{COUNTER} counts the models of an average; it is not a weight"))
     keys = {name: key for key, name in names.items()}
     paired_names = paired(keys, targets, lambda name: f"Leave one out: {arg(exclude=keys[name])}")
     pairs = {goal: keys[name] for goal, name in paired_names.items()}
@@ -224,7 +224,7 @@ def _match_names(tensors: Mapping[str, Tensor], node: Any, target: Target, optio
         ("name", "target", bare),
     ):
         prefixes = Counter(filter(None, map(wrappers, dict.fromkeys(prefixed))))
-        texts = (f"{prefix} taken off {counted(count, word)} of the {side}" for prefix, count in prefixes.items())
+        texts = (f"{prefix} removed from {counted(count, word)} of the {side}" for prefix, count in prefixes.items())
         notes += [Note("prefix", text) for text in texts]
 
     taken, free = {*pairs.values()}, dict[str, str]()
@@ -238,10 +238,10 @@ def _match_names(tensors: Mapping[str, Tensor], node: Any, target: Target, optio
     names = {key: name for key, name in names.items() if key not in dropped}
     if older:
         shown = listed([f"{key} → {name}" for name, key in older.items()], 2)
-        notes.append(Note("older-names", f"names of an older torch taken as it takes them: {shown}"))
+        notes.append(Note("older-names", f"names of an older torch, read as torch reads them: {shown}"))
     if supplied:
         shown = listed(supplied, 2)
-        notes.append(Note("supplied", f"an older torch did not save them, and torch supplies them: {shown}"))
+        notes.append(Note("supplied", f"an older torch did not save them; torch fills them in: {shown}"))
 
     if options.only or options.exclude:  # patterns are for the target's name of a key, else for the rules' name
         goals = {key: goal for goal, key in pairs.items()}
@@ -381,8 +381,8 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> OrderedDict:
     if target.values is None and own_names:
         raise Conflict(
             f"{target.name} has no values, and these names are not all in the checkpoint: {listed(own_names)}",
-            "A spec says names, shapes and types. Nothing was written.",
-            f"Name a target that has values: {arg(against=Slot('CHECKPOINT'))} or {arg(against='file.py:factory')}",
+            "A spec has only names, shapes and types. Nothing was written.",
+            f"Use a target that has values: {arg(against=Slot('CHECKPOINT'))} or {arg(against='file.py:factory')}",
         )
     firsts = {name: expected.tied_to or name for name, expected in target.tensors.items() if name in chosen}
     results: dict[str, Tensor] = {}

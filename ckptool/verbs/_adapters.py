@@ -41,12 +41,12 @@ def open_adapter(path: CheckpointLike, config: AdapterConfig | None = None) -> t
         sets = (set, frozenset)
         fields = json.loads(json.dumps(dict(raw), default=lambda x: sorted(x) if isinstance(x, sets) else str(x)))
         if not fields:
-            what = f"{type(config).__name__} is no configuration of an adapter"
-            raise UsageError(what, "", "Give adapter_config.json, what is in it, or a peft.LoraConfig.")
+            what = f"{type(config).__name__} is not an adapter's configuration"
+            raise UsageError(what, "", "Give adapter_config.json, its contents, or a peft.LoraConfig.")
     elif config is not None:
         fields = read_json(config, "a configuration", MAX_CONFIG)
         if not isinstance(fields, dict):
-            raise Corrupt(f"{os.fspath(config)} is no JSON object", "A configuration is one.")
+            raise Corrupt(f"{os.fspath(config)} is not a JSON object", "A configuration has to be one.")
     return opened.checkpoint, read_adapter(root.node, printable(opened.name), fields, opened.checkpoint.metadata)
 
 
@@ -56,21 +56,21 @@ def write_adapter(change: Change, base: Checkpoint, file: AdapterFile, inputs: S
     changed = replace(base, tree=file.tree, metadata=file.metadata, origin=None, extras={}, discarded=())
     changed = replace(changed, part=None, base=())
     if change.live and (file.config is not None or file.metadata):
-        what = f"{change.verb} makes an adapter with scales, and a dictionary of tensors has no place for them"
-        raise UsageError(what, "They stand in its configuration or metadata.", f"Write it: {arg(out='adapter/')}")
+        what = f"{change.verb} makes an adapter with scales, which a dictionary of tensors cannot hold"
+        raise UsageError(what, "They belong in its configuration or metadata.", f"Write it: {arg(out='adapter/')}")
     container = change.format(safetensors.NAME if file.config is None else SHARDED).name
     beside = None
     if file.config is not None:
         if container != SHARDED:
-            what = f"{change.path or ''} would be a file, and an adapter of PEFT is a folder"
+            what = f"{change.path or ''} would be a file, but a PEFT adapter is a folder"
             raise UsageError(what, f"Its scales are in {ADAPTER}.", f"For example: {arg(out='adapter/')}")
         config = json.dumps(file.config, indent=2, sort_keys=True).encode() + b"\n"
         beside = ModelFolder(PEFT, files={ADAPTER: InlineBytes(config)}, place=ADAPTER)
         change = replace(change, path=None if change.path is None else os.path.join(change.path, ""))
         changed = divided(changed, _WHOLE, STEMS[PEFT])
     elif DIFFUSERS_CONFIG in file.metadata and container != safetensors.NAME:
-        what = f"{container} has no place for the scales of an adapter with diffusers' names"
+        what = f"{container} cannot hold the scales of an adapter with diffusers' names"
         fix = f"Write {arg(out=OUT_SAFETENSORS)}"
-        raise Unsupported(what, "They stand in the metadata of safetensors.", fix)
+        raise Unsupported(what, "They are kept in the metadata of safetensors.", fix)
     sources = [source for source in inputs if source is not None]
     return change.into(container).write(base, changed, inputs=sources, beside=beside)

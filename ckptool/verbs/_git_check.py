@@ -63,12 +63,12 @@ def git_check(
         track = f"To store it with git-lfs: git lfs track {quoted('*' + os.path.splitext(file)[1])}"
         stored = int(git("cat-file", "-s", staged[1]) or 0) if staged else SMALL if in_lfs else source.size
         if pointer and not in_lfs:
-            why = "No attribute gives it to git-lfs (filter=lfs): whoever clones the repository gets only the pointer."
+            why = "No attribute assigns it to git-lfs (filter=lfs): a clone of the repository has only the pointer."
             problems.append(Problem("lfs-pointer", "a git-lfs pointer in place of the checkpoint", f"{why} {track}"))
         if stored > max(max_size * 10**6, SMALL):
             why = f"Every version of it would stay in the repository forever. {track}"
             if in_lfs:
-                why = "git-lfs should have stored it, by the attributes, but did not: "
+                why = "by its attributes git-lfs should have stored it, but did not:  "
                 why += "git lfs install; git add --renormalize ."
             problems.append(Problem("large-file", f"git itself would store {size_text(stored)}", why))
     try:

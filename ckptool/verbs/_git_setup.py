@@ -97,7 +97,7 @@ def git_setup(
     if remove and not everywhere and git("rev-parse", "-q", "--verify", CACHE, ok=(0, 1)) is not None:
         commands.append(("git", "update-ref", "-d", CACHE))
     if not everywhere and not remove and os.path.islink(path):
-        why = "git does not follow a link of that name, and would see none of our lines."
+        why = "git does not follow such a link, and would not see the lines added."
         raise Conflict(f"{path} is a link", why, "For all your repositories: ckptool git-setup --global")
     before = b""
     if os.path.lexists(path):

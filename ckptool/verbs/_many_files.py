@@ -48,7 +48,7 @@ def of_list(function: Any, files: Sequence[Any], arguments: Sequence[Any], optio
     options: those of the verb, and `jobs`; of one that writes also `folder` and `skip_refused`."""
     if arguments or options.get("out") is not None:
         what = f"{function.__name__} was given several files and one output"
-        raise UsageError(what, "An output names a single file.", f"Into a folder: {arg(folder=DIR)}")
+        raise UsageError(what, "An output is a single file.", f"Into a folder: {arg(folder=DIR)}")
     verb_options = {name: value for name, value in options.items() if name not in ("folder", "skip_refused", "jobs")}
     work: Work[Any] = partial(function, **verb_options)
     if "folder" not in options and not options.get("in_place"):
@@ -125,9 +125,9 @@ def _are_apart(pairs: Sequence[Pair]) -> bool:
 def _stopped_error(error: CkptoolError, file: str, number: int, count: int, jobs: Jobs = 1) -> CkptoolError:
     """The error of one of several files, which says what was written before it."""
     located = error.within(file)
-    progress = "None of the files was written; to write the others: --skip-refused."
+    progress = "None of the files were written; to write the others: --skip-refused."
     if number or jobs != 1:
-        others = "some of the others may be done, too." if jobs != 1 else "the others were left as they were."
+        others = "some of the others may be done, too." if jobs != 1 else "the others are unchanged."
         progress = f"{number} of {count} files {form(number, 'was', 'were')} done before; {others}"
     located.why = " ".join(part for part in (located.why, progress) if part)
     return located
@@ -137,8 +137,8 @@ def in_folder(verb: str, files: Sequence[str], options: Options) -> Iterator[str
     """The path in the folder for each file; refuses two of one name, and outputs that exist."""
     folder, container = options["folder"], options.get("container")
     if verb == "convert" and container is None:
-        what = f"convert {arg('folder')} needs to know what to convert to"
-        raise UsageError(what, "A folder has no suffix to choose by.", f"For example: {arg(container='safetensors')}")
+        what = f"convert {arg('folder')} needs a container to convert to"
+        raise UsageError(what, "A folder has no suffix.", f"For example: {arg(container='safetensors')}")
     taken: dict[str, str] = {}
     for file in files:
         name = os.path.basename(absolute(split(file)[0]))

@@ -43,7 +43,7 @@ _MATCH = "Only keys that match; * also matches dots, re: starts a regular expres
 Only = Annotated[Texts, repeated("--only PATTERN", _MATCH)]
 Exclude = Annotated[Texts, repeated("--exclude PATTERN", "Skip keys that match.")]
 AGAINST = option("--against TARGET", "The model: a checkpoint, spec, or code as file.py:factory or pkg.module:factory.")
-LIKE = option("--like DIR", "Take an output folder's config and tokenizer from this one, of the same model.", rare=True)
+LIKE = option("--like DIR", "Copy an output folder's config and tokenizer from this one, of the same model.", rare=True)
 Size = str | int | None
 SHARD_SIZE = option("--shard-size SIZE", "Write a folder of shards of at most 5GB, 500MiB, … each, with an index.")
 IsPart = Annotated[
@@ -55,11 +55,11 @@ Bar = Annotated[Callable[[int, int], None] | None, Watched("bar")]
 _OUTPUT = "Where to"
 _output = partial(option, panel=_OUTPUT)
 Out = Annotated[PathLike | None, _output("-o --out OUT", "Write this new file (s3://, gs://, hf:// too).")]
-Folder = Annotated[PathLike | None, _output("-d --dir DIR", "Into this folder, under the same names; made if needed.")]
+Folder = Annotated[PathLike | None, _output("-d --dir DIR", "Into this folder, under the same names; created if new.")]
 InPlace = Annotated[bool, _output("--in-place", "Change the files themselves; killed at any time, they stay intact.")]
 Overwrite = Annotated[bool, _output("-f --force", "Replace existing outputs.")]
 DryRun = Annotated[bool, _output("-n --dry-run", "Show what would be done; write nothing.")]
-_CHECKED = "Check the input's checksums, then re-read the output and compare every tensor before it gets its name."
+_CHECKED = "Check the input's checksums, then re-read the output and compare every tensor before putting it in place."
 Verify = Annotated[bool, _output("--verify", _CHECKED)]
 _KEPT = "Keep calls of unknown functions; whoever loads the file will run them."
 KeepUnknown = Annotated[bool, _output("--keep-unknown", _KEPT, rare=True)]
@@ -84,7 +84,7 @@ def program_options(
 
 
 QUOTE_RULES = (
-    "The shell takes an unquoted rule apart: its > redirects the output to a file named by what follows.",
+    "In an unquoted rule, the shell redirects the output to a file named after the >.",
     "Put the rule in quotes: 'OLD => NEW'. See what the shell created: ls -lt",
 )
 
@@ -137,7 +137,7 @@ def assignment(text: str) -> tuple[str, Any]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and not is_json:
             return place, value
-        why = "A string needs quotes inside the shell's, and an object has each name once."
+        why = "JSON strings need double quotes inside the shell's, and names in an object are unique."
         raise UsageError(f"{value!r} is not JSON: {error!s}", why, f"For example: '{place}=text'") from None
 
 
@@ -188,7 +188,7 @@ def check_text(path: PathLike, *, overwrite: bool) -> None:
     suffixes = {os.path.splitext(text)[1].lower() for text in (name, os.path.realpath(name))}
     if reserved := sorted(suffixes & SUFFIXES.keys()):
         what = f"{name} has the name of a checkpoint ({reserved[0]})"
-        raise Conflict(what, "This output is text. Nothing was written.", "Choose another name.")
+        raise Conflict(what, "This output is text, not a checkpoint. Nothing was written.", "Choose another name.")
 
 
 MAX_TEXT = 1 << 20  # bytes
@@ -223,22 +223,22 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
         raise refusal
     if not may_exist(path) and names_code(name):
         if at is not None:
-            raise UsageError(f"{arg('at')} names a part of a checkpoint", f"{name} is code, and builds one model.")
+            raise UsageError(f"{arg('at')} names a part of a checkpoint", f"{name} is code that builds one model.")
         from ckptool.bridge.modules import target_of_code
 
         return replace(target_of_code(name), name=name)
     if not may_exist(path) and "::" not in name and ":" in name:
-        what = f"{name} is neither a file nor a name of your own code"
+        what = f"{name} is neither a file nor code of your own"
         why = "Your own code is file.py:factory or pkg.module:factory."
         raise UsageError(what, why, f"For example: {arg(against='model.py:build')}")
     if path.endswith(".py") and os.path.isfile(path):
-        what = f"{path} is a Python file; name what in it builds the model"
-        why = "It is a function without arguments, a class, or a module."
+        what = f"{path} is a Python file; name what builds the model in it"
+        why = "It can be a function without arguments, a class, or a module."
         raise UsageError(what, why, f"For example: {path}:build_model")
     source = open_input(path) if may_exist(path) else None
     if isinstance(source, Source) and is_spec(source.read(0, min(4096, source.size))):
         if source.size > MAX_SPEC:
-            raise LimitExceeded(f"{source} is a spec of {source.size:,} bytes", f"At most {MAX_SPEC:,} are read.")
+            raise LimitExceeded(f"{source} is a spec of {source.size:,} bytes", f"ckptool reads at most {MAX_SPEC:,}.")
         return of_spec(source.read(0, source.size), name)
     opened = open_whole(target, at, part=part)
     return of_checkpoint(opened.checkpoint, name, opened.at)

@@ -49,7 +49,7 @@ else:
 
 
 _OUTPUT_NEXT = ("unbundle", "lora extract", "lora convert")  # in Python their output is given without its name
-LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; what is only read otherwise is not
+LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; other read-only containers are not
 
 
 class Row(NamedTuple):
@@ -191,7 +191,7 @@ class Change:
         inputs = [*([source] if source is not None else []), *inputs]
         if (path is None) != bool(options.get("in_place")) and not self.live:
             conflict = f"{self.verb} was given both an output and {arg(in_place=True)}"
-            what = f"{self.verb} needs to know where to write" if path is None else conflict
+            what = f"{self.verb} needs an output" if path is None else conflict
             why, itself = "Nothing is written unless you name an output.", f"; the file itself: {arg(in_place=True)}"
             raise UsageError(what, why, f"A new file: {arg(out=OUT)}{itself if 'in_place' in options else ''}")
         if options["verify"] and not options["dry_run"]:
@@ -203,7 +203,7 @@ class Change:
             written = self.written(original, "", formats.LIVE, "in memory", 0, nbytes)
             if options["dry_run"]:
                 return written
-            memory = original.memory  # as the original was given
+            memory = original.memory  # in the form in which the original was given
             result = replace(changed, base=(), source=None) if memory is None else memory.objects(changed.tree)
             return replace(written, made=(result,))
         if path is None:
@@ -224,7 +224,7 @@ class Change:
             options["container"] is None and container.name == formats.DEFAULT and original.container in LOADED_BY_TORCH
         )
         if isinstance(source, Folder) and any(name.endswith("__0.metadata") for name in source.names):
-            same_container = False  # torch reads tables of ranks with as many processes alone
+            same_container = False  # torch reads tables of ranks only with as many processes
         if not (container.writes_folder and container.tensors_only):
             beside = None
         elif beside is None:
@@ -234,7 +234,7 @@ class Change:
         if same_container and not changes and source is not None:
             notes = refuse_unknown(original, keep_unknown, as_it_is=True)
             files = source.files if isinstance(source, Folder) else {"": source}
-            files = dict(reversed(files.items()))  # the index was opened first, and is written last
+            files = dict(reversed(files.items()))  # the index, opened first, is written last
             plan, how = Plan({name: [FileRange(file, 0, file.size)] for name, file in files.items()}), "copy"
         else:
             refuse_extras(changed, container)
@@ -304,10 +304,10 @@ class Change:
         if source is None:
             raise UsageError("only a checkpoint that was read from a file can be changed in place")
         if isinstance(source, Folder) or not formats.named(original.container).writable:
-            what = f"{source} cannot be changed in place: it is of the container {original.container}"
-            why = "That container can be read, not written."
+            what = f"{source} cannot be changed in place: its container is {original.container}"
+            why = "That container can be read, but not written."
             if isinstance(source, Folder):
-                why = "While its files were replaced one by one, the folder would be a mix of two checkpoints."
+                why = "While its files are replaced one by one, the folder would be a mix of two checkpoints."
             raise UsageError(what, why, f"Write a new one: {arg(out=OUT)}")
         from ckptool.output.edits import append_in_place, refuse_links
 
@@ -332,7 +332,7 @@ class Change:
         if not options["dry_run"]:
             if not os.access(source.path, os.W_OK):
                 what = f"cannot change {source}: no permission to write to it"
-                raise FileProblem(what, "It is as it was.", f"Write a new file with {arg('out')}.")
+                raise FileProblem(what, "It is unchanged.", f"Write a new file with {arg('out')}.")
 
             def confirm(path: str) -> None:
                 for file in inputs:
@@ -427,18 +427,18 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
         what = f"{verb} cannot change {remote} in place"
         raise UsageError(what, "A remote file can only be replaced as a whole.", f"Write a new one: {arg(out=OUT)}")
     if options.get("in_place") and not all(isinstance(source, (str, os.PathLike)) for source in inputs):
-        what = f"{verb} was to change in place what was not given by its path"
+        what = f"{verb} can change only files in place"
         why = "What is in memory stays as it is; the result is returned."
         raise UsageError(what, why, f"Leave out {arg(in_place=True)}")
     is_word = isinstance(path, str) and "/" not in path and os.path.splitext(path)[1].lower() not in formats.SUFFIXES
     if memory and is_word and options.get("container") is None and verb not in _OUTPUT_NEXT:
-        why = "That is where the output is named, and this is the suffix of no container. An option has a name."
+        why = "This argument is the output, and no container has that suffix. Pass options by name."
         fix = f"To write it all the same: container={formats.DEFAULT!r}"
         raise UsageError(f"{verb} would write a file called {path!r}", why, fix)
     if (path is None and verb == "save") or (path is not None and not isinstance(path, (str, os.PathLike))):
-        what = f"{verb} was given {type(path).__name__} in the place of its output's path"
-        fix = "Several inputs are one list: ckptool.average([A, B])" if verb == "average" else "For example: 'm.pt'"
-        raise UsageError(what, "Only files are written, so that they are whole whatever happens.", fix)
+        what = f"{verb} was given {type(path).__name__} as its output's path"
+        fix = "Pass several inputs as one list: ckptool.average([A, B])" if verb == "average" else "For example: 'm.pt'"
+        raise UsageError(what, "Only files can be written, so that they are whole whatever happens.", fix)
     filled: Any = dict.fromkeys(accepted) | options
     return Change(verb, None if path is None else named_urls(os.fspath(path)), filled, memory and path is None)
 
@@ -449,7 +449,7 @@ def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: b
         return tree
     if "torch" in sys.modules:
         from ckptool.bridge.from_live import from_torch as read
-    else:  # there can be no tensor of torch in the tree
+    else:  # then no torch tensor can be in the tree
         from ckptool.pickles.reduce import from_live as read
     return Checkpoint(read(tree, arrays_as_tensors=arrays_as_tensors, keep_unknown=keep_unknown), formats.LIVE)
 
@@ -479,7 +479,7 @@ def begin_change(
         raise UsageError(what, why, f"Name it: {command(verb, FILE / 'ADDRESS', extract=True, out=OUT)}")
     if extract and change.options["in_place"]:
         what = f"{verb} was given both {arg(extract=True)} and {arg(in_place=True)}"
-        why = "The file itself would lose everything but the part."
+        why = "The file itself would lose everything but that part."
         raise UsageError(what, why, f"Write the part to a new file: {arg(out=OUT)}")
     outside: Any = None
     if part.base and not extract:
@@ -501,7 +501,7 @@ def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | 
         lists = [group[field] for group in groups for field in ("params", "param_names") if field in group]
         names = [name for group in (*lists, optimizer["state"]) if isinstance(group, (list, dict)) for name in group]
         if old := list(dict.fromkeys(name for name in names if type(name) is str and name in renamed.names)):
-            message = f"{address(path)} is outside what was changed, and has the old names: {listed(old, 3)}"
+            message = f"{address(path)} is outside the changed part and keeps the old names: {listed(old, 3)}"
             notes.append(Note("old-names", message))
     roots = [{"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots]
     of = [f"{root or 'the whole file'}: {changed:,} of {counted(keys, 'key')}" for root, changed, keys in renamed.roots]
@@ -526,7 +526,7 @@ def _refuse_repeated(checkpoint: Checkpoint) -> None:
         if note.code == REPEATED_KEY:
             python = "torch.save(torch.load(FILE, map_location='cpu'), OUT)"
             what = f"{checkpoint.source or 'the checkpoint'}: {note.message}"
-            why = "A new file can hold one of the values only. Nothing was written."
+            why = "A new file can hold only one of the values. Nothing was written."
             raise Conflict(what, why, f"If you trust the file, and the last value is right: {python}")
 
 
@@ -581,7 +581,7 @@ def check_written(expected: Checkpoint, path: str, *, checksums: bool = True) ->
     if not prior:
         problems += after
     if problems:
-        what = f"{path} did not read back as it was written: {problems[0]}"
-        raise errors.VerifyFailed(what, "The disk or the memory may be failing. The output was not kept.")
+        what = f"{path} does not read back as written: {problems[0]}"
+        raise errors.VerifyFailed(what, "The disk or the memory may be failing. The output was discarded.")
     if checksums:
         refuse_damaged(written)

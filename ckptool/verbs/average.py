@@ -55,7 +55,7 @@ def average(
 ) -> Written | Any:
     """Writes the mean of one set of weights over several files: equal shares, `weights`, or a moving average (`ema`).
 
-    The files are read side by side, in pieces. Counters and booleans are the last file's, and named.
+    The files are read side by side, in pieces. Counters and booleans are the last file's, and listed.
     `slerp` is between two files, at `t`, 0 to 1; `task-arithmetic`, `ties` (mergekit's) and `dare` add differences from
     `base`, times `scale`; the density is that of all files, or of each.
     Raises `Conflict` naming the keys, shapes and types that do not agree, `UsageError` for fewer than two files.
@@ -101,7 +101,7 @@ def average(
     listing = listed([f"{name} ({why})" for name, why in copied.items()], 4)
     notes = []
     if merge.method == "mean" and abs(sum(merge.weights) - 1) >= 1e-6:
-        message = f"the weights add up to {sum(merge.weights):.6g}, not to 1: the result is scaled by that"
+        message = f"the weights add up to {sum(merge.weights):.6g}, not 1, which scales the result"
         notes.append(Note("weights-sum", message))
     place = f" of {roots[-1][0].address}" if roots[-1][0].address else ""
     remark = next((f" ({remark})" for _, remark in roots if remark), "")

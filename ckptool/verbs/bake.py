@@ -92,16 +92,16 @@ def _bake_weights(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], d
             weight, role = match["weight"] or match["module"] + match["name"], match["old"] or _NEW[match["new"]]
             groups.setdefault((weight, match["new"] is not None), {})[role] = key
     folded, skipped = dict[str, str](), dict[str, str]()
-    replacements: dict[str, tuple[str, TensorEntry] | None] = {}  # by key, what stands there; None: nothing any more
+    replacements: dict[str, tuple[str, TensorEntry] | None] = {}  # by key, the new name and tensor; None: dropped
     for (weight, new), keys in groups.items():
         kind = next((kind for kind, roles in _ROLES.items() if keys.keys() == roles), None)
         if kind == _SPECTRAL:
             vectors = f"{printable(keys['u'])} and {printable(keys['v'])}"
-            skipped[weight] = f"spectral norm: {vectors} change with every step in training"
+            skipped[weight] = f"spectral norm: {vectors} change with every training step"
         elif kind is None:
             skipped |= {weight: "an unknown parametrization"} if new else {}
         elif form != "plain" and kind != _WEIGHT_NORM:
-            skipped[weight] = f"{kind} has one form only"
+            skipped[weight] = f"{kind} has only one form"
         else:
             folded[weight] = kind
             if form == "plain":
@@ -119,7 +119,7 @@ def _bake_weights(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], d
         if (replacement := replacements.get(key, (key, value)) if type(key) is str else (key, value)) is None:
             continue
         if replacement[0] in tree:
-            what = f"{replacement[0]!s} exists already, next to the parts that it is made from"
+            what = f"{replacement[0]!s} already exists next to the parts that it is made from"
             raise Conflict(what, "One of the two would be lost.")
         tree[replacement[0]] = replacement[1]
     return tree, folded, skipped
@@ -130,7 +130,7 @@ def _weight_normed(weight: str, g: TensorEntry, v: TensorEntry) -> TensorEntry:
     shape = g.shape if len(g.shape) == len(v.shape) else (1,) * len(v.shape)
     if g.numel != prod(shape) or any(a not in (1, b) for a, b in zip(shape, v.shape, strict=True)):
         what = f"{weight}: g of shape {list(g.shape)} is not a norm of v of shape {list(v.shape)}"
-        raise Conflict(what, "They are not the two halves of one weight.")
+        raise Conflict(what, "They do not belong together.")
     _refuse_types(g, v)
     refuse_wide(v.shape, prod(v.shape[1:]))
     matrix = v.reshape(v.shape or (1,))
@@ -143,8 +143,8 @@ def _weight_normed(weight: str, g: TensorEntry, v: TensorEntry) -> TensorEntry:
 def _pruned(weight: str, orig: TensorEntry, mask: TensorEntry) -> TensorEntry:
     """orig · mask, exact. weight: its name, for errors."""
     if orig.shape != mask.shape:
-        what = f"{weight}: the mask is of another shape, {list(mask.shape)}"
-        raise Conflict(what, f"The weight has {list(orig.shape)}, and a mask one number for each of its own.")
+        what = f"{weight}: the mask has a different shape, {list(mask.shape)}"
+        raise Conflict(what, f"A mask has the shape of its weight, here {list(orig.shape)}.")
     _refuse_types(mask, orig)
 
     def product(_: int, mask_block: Array, block: Array) -> Array:

@@ -52,7 +52,7 @@ def _words(
             values[name[:-1]] = assignment(word)[1]
         elif not os.path.lexists(split(file)[0]) and assignment(word)[1] != file:
             what = f"{word!r} names the file {file}, which is not there"
-            raise UsageError(what, f"{file} reads as a plain value.", f"For the value: '{name}:={file}'")
+            raise UsageError(what, f"{file} looks like a plain value.", f"For the value: '{name}:={file}'")
         else:
             files[name] = file
     return {"file": base, "members": files, "values": values}
@@ -115,11 +115,11 @@ def bundle(
     bundled = replace(parts.checkpoint, tree=tree, source=parts.original.source, origin=origin, tensors_only=False)
     bundled = replace(bundled, container=container.name)
     if thing := bundles.one_thing(bundled):
-        what, why = f"these members together would be {thing}", "It could not be told apart. Nothing was written."
+        what, why = f"these members together would be {thing}", "They could not be told apart. Nothing was written."
         raise Conflict(what, why, "Give a member that is a dictionary of tensors, or save these as one: ckptool.save")
     written = change.write(together(parts.original, parts.memories), bundled, inputs=parts.inputs)
     if drop and written.how == "in place":
-        message = f"the bytes of {listed(several(drop), 3)} stay inside the file, used by nothing"
+        message = f"the bytes of {listed(several(drop), 3)} stay inside the file, unused"
         parts.notes.append(Note("unused-record", message, command("convert", FILE, out=OUT)))
     rows = bundles.table(bundled.tree, parts.origins)
     return written.about(counted(len(rows), "member"), Row("members", rows, bundles.lines_of(rows)), notes=parts.notes)

@@ -60,12 +60,12 @@ def cast(
     values = [value for root in roots for value in root.node.values()]
     if change.named and not any(isinstance(value, TensorEntry) and value.dtype.is_float for value in values):
         what = f"{roots[0].address or 'the whole file'} has no floating tensors under names of its own"
-        raise NoMatch(what, "Only those are cast. Nothing was written.")
+        raise NoMatch(what, "Only those can be cast. Nothing was written.")
     plan = cast_roots(part, roots, target, several(only), several(exclude))
     if change.live and not change.options["dry_run"] and plan.skipped and not plan.tensors:
         kinds = listed(list(dict.fromkeys(kind for _, kind in plan.skipped)), 3)
         count = counted(len(plan.skipped), "floating tensor is", "floating tensors are")
-        raise NoMatch(f"nothing was cast: {count} of another kind ({kinds})", "Only plain ones are cast.")
+        raise NoMatch(f"nothing was cast: {count} of other kinds ({kinds})", "Only plain ones can be cast.")
     beside = model_folder(change.original, plan.checkpoint.tree, dequantized=True) if weights else None
     written = change.save(plan.checkpoint, changes=plan.tensors > 0 or bool(weights), beside=beside)
     dry_run = bool(change.options["dry_run"])
@@ -80,14 +80,14 @@ def cast(
         if hidden := len(computed) - len(shown):
             lines.append(f"… and {counted(hidden, 'weight')} more ({arg(dry_run=True)} shows all)")
         rows.append(Row("dequantized", computed, lines))
-        rows.append(Row.named("left_out", left_out, "left out, of activations:", 6))
+        rows.append(Row.named("left_out", left_out, "left out, scales of activations:", 6))
     summary = f"already clean: every floating tensor that was asked for is {target.name}"
     if plan.tensors:
         sizes = f"{size(plan.bytes_before)} → {size(plan.bytes_after)}"
         summary = f"{counted(plan.tensors, 'tensor')} cast to {target.name}, {sizes}"
     elif plan.skipped:
         unchanged = counted(len(plan.skipped), "tensor is", "tensors are")
-        summary = f"nothing was cast: {unchanged} left as before; any others are {target.name} already"
+        summary = f"nothing was cast: {unchanged} left as is; any others are already {target.name}"
     lossy = [(name, kind, asdict(tally)) for name, kind, tally in plan.tallies if tally.changed]
     facts = [{"storage_of": name, "from": kind.name, **tally} for name, kind, tally in lossy]
     skipped = [{"path": name, "kind": kind} for name, kind in plan.skipped]
@@ -98,10 +98,10 @@ def cast(
             f"; {summary}" if plan.tensors else ""
         )
         if quantization_config(change.original) and not written.details:
-            elsewhere = f"in a folder ({arg(out='DIR/')}) it does not"
+            elsewhere = f"in a folder ({arg(out='DIR/')}) it would not"
             rows.append(f"config.json beside it still names the quantization; {elsewhere}")
     if plan.tensors and any(True for _ in optimizers(part.tree)):
-        rows.append("the optimizer's state stays in its own types")
+        rows.append("the optimizer's state keeps its dtypes")
     totals = {name: getattr(plan, name) for name in ("tensors", "bytes_before", "bytes_after")}
     return written.about(summary, *rows, dtype=target.name, **totals)
 

@@ -68,22 +68,22 @@ def convert(
     shard_dim: Annotated[int | None, option("--shard-dim D", "Dimension that --ranks divides (0).", rare=True)] = None,
     **options: Unpack[Save],
 ) -> Written | Any:
-    """Writes a checkpoint in the container that `out`'s suffix stands for (or `container`).
+    """Writes a checkpoint in the container of `out`'s suffix, or in `container`.
 
-    To safetensors: one set of weights, naming what stays behind; or the whole tree (`all`), which converting back
-    restores bit for bit. To `.pt`: everything, in a compact file without unused records and what in-place edits left.
+    To safetensors: one set of weights, listing what is left out; or the whole tree (`all`), which converting back
+    restores bit for bit. To `.pt`: everything, in a compact file without unused or superseded records.
     Of a whole module that `at` names, and of TorchScript, the state dict.
     A folder of weights gets the configuration and tokenizer of `like`, else those beside the input. `against` is any
-    model that `warm_start` takes. What is in memory is given back without an output, with the choice of `only`,
-    `exclude`, `at`, `weights_only` and `optimizer_as`.
+    model that `warm_start` takes. For input in memory and no output, returns the result; it takes `only`, `exclude`,
+    `at`, `weights_only` and `optimizer_as`.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     folder = isinstance(file, (str, os.PathLike)) and folder_at(split(file)[0])
     if against is not None and optimizer_as is None and not folder:
         what = f"{arg('against')} names an optimizer's parameters, or FSDP's flat parameters in a folder"
-        raise UsageError(what, "Here is nothing to name.", f"For example: {arg(optimizer_as='names')}")
+        raise UsageError(what, "There is nothing to name here.", f"For example: {arg(optimizer_as='names')}")
     if out is not None and os.path.isdir(out) and formats.for_output(out, SHARDED).writes_folder:
-        out = os.path.join(out, "")  # a folder that is there is written as one
+        out = os.path.join(out, "")  # an existing folder is written as a folder
     change = change_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)
     opened = _open_input(file, at, part, rules_file, against if optimizer_as is None else None)
@@ -103,15 +103,15 @@ def convert(
         change = _into_folder(DCP, change, arg("ranks"))
     elif shard_dim is not None:
         fix = f"For example: {arg(ranks=8, shard_dim=0)}"
-        raise UsageError(f"{arg('shard_dim')} was given without {arg('ranks')}", "Nothing would be divided.", fix)
+        raise UsageError(f"{arg('shard_dim')} was given without {arg('ranks')}", "Nothing would be sharded.", fix)
     if change.options["container"] is None and (change.path or "").endswith("/"):
         change = change.into(change.format(SHARDED).name)
     container = change.format(opened.checkpoint.container)
     if optimizer_as is not None:
         if container.tensors_only and not all:
-            what = f"{arg('optimizer_as')} is about the optimizer, and {container.name} takes only weights"
+            what = f"{arg('optimizer_as')} is about the optimizer, but {container.name} holds only weights"
             fix = f"For example: {arg(out='checkpoint.pt')}; or {arg(all=True)}"
-            raise UsageError(what, "Nothing of the optimizer would be written.", fix)
+            raise UsageError(what, "No optimizer state would be written.", fix)
         from ckptool.transforms.optimizers import with_optimizers
 
         target = None if against is None else find_target(against)
@@ -119,21 +119,21 @@ def convert(
         rows += lines
     expected = beside = None
     if ties == "copy" and (all or not container.tensors_only):
-        raise UsageError(f"{arg(ties='copy')} is for weights alone, as in safetensors", "Here every tie stays.")
+        raise UsageError(f"{arg(ties='copy')} is for weights only, as in safetensors", "Here all ties are kept.")
     if not container.tensors_only:
         compact = not (container.writes_folder or change.live)
         changed, summary, behind, notes = _to_pickle(taken, named, compact, only, exclude, opened.path)
     elif all:
         if not container.keeps_tree:
             what = f"{arg(all=True)} writes safetensors, not {container.name}"
-            why = "One safetensors file, a .dcp folder and a torch file keep a whole tree."
+            why = "A safetensors file, a .dcp folder and a torch file can keep a whole tree."
             raise UsageError(what, why, f"For example: {arg(out='model.safetensors')}")
         if only or exclude:
             what = f"{arg(all=True)} keeps everything; {arg('only')} and {arg('exclude')} leave something out"
             raise UsageError(what, "", f"Drop entries first: {command('edit', opened.path, drop=ADDRESS, out=OUT)}")
         from ckptool.formats.whole_tree import pack
 
-        # What is beside cannot go along: writing it says so.
+        # Extras cannot be written: writing them says so.
         changed, expected = replace(pack(taken), extras=taken.extras), taken
         summary = f"the whole tree, {counted(len(changed.tree), 'tensor')}; converting it back restores it"
         behind, notes = [], ()
@@ -163,8 +163,8 @@ def convert(
     leftovers = flatten.left_behind(opened.checkpoint, behind, changed.tree, chosen=named or bool(only or exclude))
     saved = change.write(opened.checkpoint, replace(changed, base=()), expected=expected, beside=beside)
     if against is not None and optimizer_as is None:
-        remark = f"flat parameters are divided by the order and shapes in {shown(against)}"
-        rows.append(f"{remark}; the files tell only how many elements there are")
+        remark = f"flat parameters are split by the order and shapes in {shown(against)}"
+        rows.append(f"{remark}; the files only say how many elements there are")
     count = sum(1 for _ in tensors(changed.tree))
     return saved.about(summary, *rows, *leftovers.lines, notes=notes, tensors=count, **leftovers.facts)
 
@@ -174,10 +174,10 @@ def _open_input(
 ) -> Opened:
     if rules_file is not None:
         if not isinstance(file, (str, os.PathLike)):
-            what = f"{arg('rules_file')} joins the files of ranks, and was given {shown(file)}"
-            raise UsageError(what, "They are in a folder.", "Name the folder.")
+            what = f"{arg('rules_file')} joins the files of ranks, but was given {shown(file)}"
+            raise UsageError(what, "Those are in a folder.", "Name the folder.")
         if against is not None:
-            what = f"{arg('against')} takes FSDP's flat parameters apart, and {arg('rules_file')} joins other files"
+            what = f"{arg('against')} splits FSDP's flat parameters; {arg('rules_file')} joins other files"
             raise UsageError(what, "No folder needs both.", "Leave out one of them.")
         from ckptool.names.rule_files import read_join_rules
         from ckptool.transforms.join_ranks import open_joined
@@ -206,7 +206,7 @@ def _into_folder(name: str, change: Change, option: Command) -> Change:
     container, expected = change.format(name), formats.by_name(name)
     if not container.writes_folder or container.tensors_only != expected.tensors_only:
         what = f"{option} writes a folder ({name}), but {change.path or ''} would be {container.name}"
-        raise UsageError(what, "Nothing else is divided into files.", f"For example: {_EXAMPLES[name]}")
+        raise UsageError(what, "Only a folder has several files.", f"For example: {_EXAMPLES[name]}")
     return change.into(container.name)
 
 
@@ -217,14 +217,14 @@ def _plain_values(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], l
     plain = weights_only(part)
     if plain.checkpoint.tree is None and part.tree is not None:
         what = f"nothing of {part.source or 'the checkpoint'} can be written with plain values: {plain.dropped[0][1]}"
-        raise Unsupported(what, "It is an object that only its own code can make. Nothing was written.")
+        raise Unsupported(what, "It is an object that only its own code can create. Nothing was written.")
     lost = flatten.lost_tensors(part.tree, plain.checkpoint.tree)
     places = dict.fromkeys(flatten.droppable(part.tree, place) for place, _ in lost)
     patterns = [escape(address((*part.base, *place))) for place in places if place]
-    fix = "Write the weights of one model alone, by its address: FILE#ADDRESS"
+    fix = "Write only the weights of one model, by its address: FILE#ADDRESS"
     if 0 < len(patterns) <= MANY_LOST:
         fix = f"Leave them out first: {command('edit', path, drop=patterns, out=OUT)}"
-    flatten.refuse_lost(part, lost, "torch.load(weights_only=True) has no form for them.", fix)
+    flatten.refuse_lost(part, lost, "torch.load(weights_only=True) cannot load them in any form.", fix)
     lines = [f"converted {place or 'the whole file'}: {word}" for place, word in plain.converted]
     lines += [f"dropped {place or 'the top'}: {word}" for place, word in plain.dropped]
     return plain.checkpoint, lines, [address((*part.base, *place)) for place, _ in flatten.transient(part.tree)]
@@ -263,7 +263,7 @@ def _to_pickle(
         modules = [root for root in find_state_dicts(part) if root.module is not None] if holds_objects else []
         if not modules:
             return part, what, [], ()
-        message = f"{modules[0]} stays an object of its class, which loading needs; its weights alone need no class"
+        message = f"{modules[0]} stays an object of its class, which loading needs; its weights alone do not"
         fix = command("convert", f"{path}#{modules[0].address or '/'}", out="weights.pt")
         return part, what, [], (Note("whole-module", message, fix),)
     root, _ = one_state_dict(part, "" if named else None)

@@ -20,7 +20,7 @@ def _words(quiet: bool = False, as_json: bool = False) -> dict[str, Any]:
 @verb(("ckptool diff model.pt other.pt --ignore prefix,device", "what else differs"), from_words=_words)
 def diff(
     left: Annotated[CheckpointLike, argument("A", "A checkpoint, or FILE#ADDRESS for a part of it.")],
-    right: Annotated[CheckpointLike, argument("B", "Another.")],
+    right: Annotated[CheckpointLike, argument("B", "Another checkpoint.")],
     *,
     atol: Annotated[float, option("--atol X", "Absolute tolerance: values this close count as equal.", least=0)] = 0.0,
     rtol: Annotated[float, option("--rtol X", "Relative tolerance: a multiple of the value in B.", least=0)] = 0.0,

@@ -30,8 +30,8 @@ def edit(
 ) -> Written | Any:
     """Drops entries, sets values.
 
-    set: address -> plain value, tensor or array; where a tensor is, one of its shape and type. Addresses are relative
-    to `at`.
+    set: address -> plain value, tensor or array; a tensor takes one of its shape and dtype. Addresses are relative to
+    `at`.
     """
     if not (drop or set):
         fix = f"For example: {arg(drop='optimizer*')}, {arg(set={'epoch': 3})}"

@@ -22,7 +22,7 @@ def eval(
     checkpoint: Annotated[str | int | None, option("--checkpoint STEP", "A step, best (default) or newest.")] = None,
     on: Annotated[Literal["val", "test"], option("--on", "On data.val (or what is held out), or data.test.")] = "val",
 ) -> Evaluated:
-    """Evaluates a checkpoint of a run, and writes nothing to it; `set` changes its configuration for once.
+    """Evaluates a checkpoint of a run, and writes nothing to it; `set` changes its configuration this once.
 
     Raises `UsageError` for a checkpoint or data that do not exist, `Corrupt` for a damaged checkpoint.
     """

@@ -31,10 +31,9 @@ def lora_convert(
     config: ConfigOption = None,
     **options: Unpack[Save],
 ) -> Written | Any:
-    """Writes an adapter of LoRA with the names of `peft` (a folder), `kohya` or `diffusers`, and its factors.
+    """Writes a LoRA adapter with the names of `peft` (a folder), `kohya` or `diffusers`, and its factors.
 
-    Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has, of which
-    a base has to be named.
+    Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has.
     """
     change = change_of("lora convert", out, options, adapter)
     if to not in SCHEMES:

@@ -32,9 +32,9 @@ def lora_extract(
 ) -> Written | Any:
     """Writes what `tuned` changed of `base` as an adapter of PEFT: a folder that `PeftModel.from_pretrained` loads.
 
-    Each changed matrix as a product of rank `rank`, no further from it than 1.02 times the exact SVD is; changed norms,
+    Each changed matrix as a product of rank `rank`, with at most 1.02 times the error of the exact SVD; changed norms,
     embeddings and biases whole.
-    Raises `Conflict` for models of other keys or shapes and for infinities, `NoMatch` where nothing changed,
+    Raises `Conflict` for models with different keys or shapes and for infinities, `NoMatch` where nothing changed,
     `Unsupported` for a change that PEFT has no form for. A dry run reads the tensors, too.
     """
     change = change_of("lora extract", out, options, tuned, base)

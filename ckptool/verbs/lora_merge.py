@@ -43,20 +43,20 @@ def lora_merge(
     """Merges an adapter into one set of weights of `base`, as PEFT's `merge_and_unload`, to one unit in the last place.
 
     An adapter's file may have the names of PEFT, kohya, LyCORIS, diffusers or ai-toolkit. `config` may be a file, its
-    content, or peft's `LoraConfig`.
-    Raises `NoMatch` unless every key of the adapter is used, `Conflict` for shapes of another base and for one side of
-    tied weights, `Unsupported` for kinds of adapters that no weights can stand for, and for a quantized base.
+    contents, or peft's `LoraConfig`.
+    Raises `NoMatch` unless every key of the adapter is used, `Conflict` for a different base's shapes and for one side
+    of tied weights, `Unsupported` for kinds of adapters that cannot be merged into weights, and for a quantized base.
     """
     change = change_of("lora merge", out, options, base, adapter)
     if not math.isfinite(scale):
-        raise UsageError(f"a scale of {scale} is no number", "", f"For example: {arg(scale=0.8)}")
+        raise UsageError(f"a scale of {scale} is not a finite number", "", f"For example: {arg(scale=0.8)}")
     opened = open_whole(base, at, part=part)
     checkpoint = opened.checkpoint
     root, remark = one_state_dict(checkpoint, opened.at)
     refuse_quantized(checkpoint, [root.node], "Merged")
     adapter_checkpoint, parsed = open_adapter(adapter, config)
     if not changed_base and (notes := [note for note in parsed.notes if note.code == "changed-base"]):
-        why = "Merged into the original base, it gives wrong values, and the files do not say which one this is."
+        why = "Merged into the original base it gives wrong values, and the files do not say which base this is."
         retry = command("lora merge", opened.name, parsed.name, changed_base=True, out=OUT)
         fix = f"If this is the changed base: {retry}"
         raise Unsupported(f"{parsed.name}: {notes[0].message}", f"{why} Nothing was written.", fix)

@@ -19,10 +19,10 @@ from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
 def lora_resize(
     adapter: AdapterArgument, out: Out = None, *, rank: Rank, config: ConfigOption = None, **options: Unpack[Save]
 ) -> Written | Any:
-    """Writes an adapter of LoRA with every module in at most rank `rank`, under its names and with its scale.
+    """Writes a LoRA adapter with every module in at most rank `rank`, under its names and with its scale.
 
     By the best approximation of each product; the report has the error of each. DoRA's magnitudes stay as they are.
-    Raises `Unsupported` for LoHa and LoKr, `UsageError` for a rank that is none, or more than any module has.
+    Raises `Unsupported` for LoHa and LoKr, `UsageError` for a rank below 1, or higher than that of any module.
     """
     change = change_of("lora resize", out, options, adapter)
     checkpoint, parsed = open_adapter(adapter, config)
@@ -32,13 +32,13 @@ def lora_resize(
     worst = [f"{name} {error:.2%}" for name, error in sorted(errors.items(), key=lambda error: -error[1])]
     remarks = []
     if cut and (dora := sum(delta.magnitude is not None for delta in parsed.products)):
-        remarks = [f"the magnitudes of {counted(dora, 'module')} (DoRA) are as before: only directions lose something"]
+        remarks = [f"the magnitudes of {counted(dora, 'module')} (DoRA) are unchanged: only directions lose precision"]
     ranks = listed([f"{old:,}" for old in sorted({product.rank for product in parsed.products})], 4)
     return saved.about(
         f"{counted(len(parsed.products), 'module')} of rank {ranks} in rank {rank:,}",
         Row("rank", rank),
         Row("modules", len(parsed.products)),
-        Row("errors", errors, [f"cut off, of the norm of each product: {listed(worst, 4)}"] if worst else []),
+        Row("errors", errors, [f"lost of each product's norm: {listed(worst, 4)}"] if worst else []),
         *remarks,
         notes=parsed.notes,
     )

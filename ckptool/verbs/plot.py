@@ -19,8 +19,8 @@ def plot(
 ) -> RunHistory:
     """The loss, the learning rate and the metrics of a run over its steps, with its saves, resumes and stops.
 
-    Without names, all but the epoch. A run that is being written is read up to its last whole line. Raises
-    `UsageError` for a folder that is no run, `NoMatch` for a name that was never logged.
+    Without names, all but the epoch. A run that is being written is read up to its last whole line. Raises `UsageError`
+    for a folder that is not a run, `NoMatch` for a name that was never logged.
     """
     refuse_address("plot", run)
     return history_of(folder_of(run), several(only))

@@ -42,12 +42,12 @@ def prove(
     """Proves that a run of this configuration, killed anywhere, ends with the same checkpoints as one that is not.
 
     command: a program of your own in place of the configuration, `["python", "train.py", "--out", "{run}"]`, where
-    `{run}` stands for a fresh folder; it is killed, started again as it is, and its checkpoints are compared. Of a
+    `{run}` is replaced by a fresh folder; it is killed and restarted, and its checkpoints are compared. Of a
     configuration it is `ckptool train`. Raises `RunFailed` where the command fails unbroken.
     """
     if command and (config is not None or set or steps):
-        options = f"Of the options, it takes {arg('kills')}, {arg('seed')} and {arg('timeout')}."
-        raise UsageError("a command has no configuration and no length", options)
+        options = f"It takes only the options {arg('kills')}, {arg('seed')} and {arg('timeout')}."
+        raise UsageError("a command of your own has no configuration and no length", options)
     if config is None and not command:
         raise UsageError("prove was given neither a configuration nor a command")
     from ckptool.training.prove import prove_command

@@ -55,7 +55,7 @@ def prune(
     *,
     dry_run: Annotated[bool, option("-n --dry-run", "Show what would be deleted; delete nothing.")] = False,
 ) -> Pruned:
-    """Deletes the checkpoints that a run's retention does not keep; `set` changes it for once (`save.keep_last=1`).
+    """Deletes the checkpoints that a run's retention does not keep; `set` changes it this once (`save.keep_last=1`).
 
     Raises `Conflict` while the run is being written.
     """

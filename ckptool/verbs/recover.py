@@ -73,7 +73,7 @@ class Recovery(Report):
             yield bold(self.file), ": ", yellow("incomplete"), f", {summary} ({records})"
         yield f"  found: {self.damage}" if self.damage else None
         yield f"  {self.how}" if self.how else None
-        yield "  no checksums stored: changed bytes cannot be noticed" if not self.proven else None
+        yield "  no checksums stored: changed bytes cannot be detected" if not self.proven else None
         if self.complete:
             missing = [(record.name, size(record.nbytes), record.why) for record in self.lost_records]
         else:
@@ -97,21 +97,21 @@ def recover(
     keep_unknown: KeepUnknown = False,
     progress: Bar = None,
 ) -> Recovery:
-    """Writes what is whole of a cut or damaged file to a new one; undoes an in-place edit that was not finished.
+    """Writes what is intact in a truncated or damaged file to a new one; undoes an interrupted in-place edit.
 
     Of a zip, every record comes back whose checksum proves it (without its directory, up to a damaged header); of a
     safetensors file, which has no checksums, every tensor that is inside it. Lost tensors are left out and listed.
-    Raises what opening the file raises where nothing can be told of it, and everything that writing raises.
+    Raises what opening raises where nothing can be recovered, and everything that writing raises.
     """
     refuse_address("recover", file)
     source, _ = open_source(file)
     if out is None or formats.for_output(out, formats.DEFAULT).writes_folder:
         what = "recover needs an output" if out is None else f"{os.fspath(out)} would be a folder"
-        why = "It writes a new file, and leaves the damaged one as it is."
+        why = "It writes a new file and leaves the damaged one alone."
         raise UsageError(what, why, f"For example: {arg(out='recovered.pt')}")
     target = os.fspath(out)
     if source.is_at(target):
-        why = "More may yet be recovered from it; it was left as it is."
+        why = "More may yet be recovered from it."
         raise Conflict(f"{target} is the damaged file itself", why, f"Choose another name: {arg(out=OUT)}")
     check_target(target, overwrite=overwrite)
     salvaged, damage = _salvaged(source)
@@ -123,9 +123,9 @@ def recover(
         refuse_placeholders(replace(restored, part=as_part(restored)), values)
     formats.refuse_name(target, container, original, str(source))
     if salvaged.prefix is not None and original == container.name and isinstance(source, Source):
-        plan = Plan({"": [FileRange(source, 0, salvaged.prefix)]})  # good as it is, up to there
+        plan = Plan({"": [FileRange(source, 0, salvaged.prefix)]})  # intact up to there
     else:
-        try:  # without its source: no other verb takes that, to drop what would run
+        try:  # without its source: no other verb opens that, so none can drop what would run
             with no_collection():
                 plan = container.write(replace(restored, source=None), keep_unknown=keep_unknown)
         except CkptoolError as error:

@@ -43,8 +43,8 @@ def rename(
 ) -> Written | Any:
     """Renames the keys of all model weights by rules `OLD => NEW`; for each key the first that matches counts.
 
-    rules: texts, or `{OLD: NEW}`; those of a file are tried after them. Raises `UsageError` for a rule that cannot work
-    (with its line), `NoMatch` for one that matches nothing, `Conflict` where two keys would become one.
+    rules: strings, or `{OLD: NEW}`; those of a file are tried after them. Raises `UsageError` for a rule that cannot
+    work (with its line), `NoMatch` for one that matches nothing, `Conflict` where two keys would become one.
     """
     parsed = renaming(several(rules, " => "), rules_file)
     if not parsed:
@@ -53,4 +53,4 @@ def rename(
     change = begin_change("rename", file, out, at, options)
     roots = model_state_dicts(change.part, named=change.named)
     renamed = apply(change.part, roots, by_rules(parsed, dict.fromkeys(key for root in roots for key in root.names())))
-    return renamed_file(change, renamed, clean="the rules leave every key as it is")
+    return renamed_file(change, renamed, clean="the rules change no key")

@@ -149,7 +149,7 @@ class CheckpointReport(Report):
 )
 def report(
     file: Annotated[CheckpointLike, argument("FILE", "A checkpoint, FILE#ADDRESS for a part, or a run's folder.")],
-    other: Annotated[CheckpointLike | None, argument("[OTHER]", "Another, which is compared with the first.")] = None,
+    other: Annotated[CheckpointLike | None, argument("[OTHER]", "Another to compare it with.")] = None,
     *,
     run: Annotated[PathLike | None, option("--run RUN", "Show the checkpoints and curves of this run too.")] = None,
     against: Annotated[CheckpointLike | None, AGAINST] = None,
@@ -158,7 +158,7 @@ def report(
 ) -> CheckpointReport:
     """The contents, values and health of a checkpoint as a page: `.html()`, written to `out` where that is given.
 
-    Two are compared as `diff` does; the folder of a run stands for its newest good checkpoint.
+    Two are compared as by `diff`; a run's folder means its newest good checkpoint.
     A file that cannot be opened gives a page with its diagnosis. Raises `FileProblem` where one cannot be read at all,
     `Conflict` where `out` is one of the inputs, `MissingExtra` where jinja2 is not installed.
     """
@@ -175,8 +175,8 @@ def report(
     if run_facts is not None and file is run:
         newest = next((saved.path for saved in run_facts.checkpoints if saved.step == run_facts.resumes), None)
         if newest is None:
-            what = f"{run_facts.path} has no checkpoint that is whole"
-            raise UsageError(what, "A run is shown with its newest one.", f"Look: {command('inspect', run_facts.path)}")
+            what = f"{run_facts.path} has no intact checkpoint"
+            raise UsageError(what, "A run's page shows its newest one.", f"Look: {command('inspect', run_facts.path)}")
         file = newest
     target = find_target(against).as_it_loads if against is not None else None
     if out is not None:
@@ -186,12 +186,12 @@ def report(
             for place in (path, path.rpartition(":")[0]):  # a model's code is file.py:factory
                 if place and os.path.exists(place) and os.path.exists(page) and os.path.samefile(place, page):
                     what = f"{page} is an input of the report"
-                    raise Conflict(what, "No page replaces a checkpoint. It was left as it is.", "Choose another name.")
+                    raise Conflict(what, "A page never replaces a checkpoint.", "Choose another name.")
         if overwrite and os.path.isfile(page) and not os.path.realpath(page).lower().endswith((".html", ".htm")):
             what = f"{page} is not a page"  # but a shard of an index, a rank beside another, …
             raise Conflict(what, "A page replaces only pages (.html). It was left as it is.", "Choose another name.")
         check_text(page, overwrite=overwrite)
-    files = list[Opened | FileReport]()  # opened; or the diagnosis of one that cannot be
+    files = list[Opened | FileReport]()  # opened files; or the report on one that cannot be opened
     for file_like in [file] if other is None else [file, other]:
         try:
             opening = open_file(file_like)
@@ -206,7 +206,7 @@ def report(
     opened = [entry for entry in files if isinstance(entry, Opened)]
     with unchanged(*(entry.checkpoint.source for entry in opened)):
         diff, compared = None, tuple[Checkpoint, ...]()
-        if len(opened) == 2:  # a part by the name that it was given, as that depends on it
+        if len(opened) == 2:  # a part is named as the user did, since the comparison depends on it
             pairs = zip(opened, (file, other), strict=True)
             sides: Any = [entry.checkpoint if entry.at is None else named for entry, named in pairs]
             diff, compared = diff_of_parts(*sides)

@@ -12,7 +12,7 @@ from ckptool.verbs._options import Lines, Logged, Run, Set
 
 @verb(("ckptool resume runs/basic", "continue where it was killed"))
 def resume(run: Run, set: Set = (), *, progress: Logged = None, say: Lines = None) -> Outcome:
-    """Goes on with a run from its newest whole checkpoint; `set` changes what may change. Raises what `train` does."""
+    """Resumes a run from its newest intact checkpoint; `set` changes what may change. Raises what `train` does."""
     check_harness()
     from ckptool.training.trainer import resume as go_on
 

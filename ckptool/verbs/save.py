@@ -27,15 +27,15 @@ def save(
 ) -> None:
     """Writes `tree` to `path`: what `torch.save` takes, of a module its state dict, entries and checkpoints.
 
-    path: also a URL that can be written (`s3://bucket/model.pt`), or a file that is open for writing in binary. An open
-    file gets the bytes when they are complete; whether they survive a power cut is then its owner's to see to.
+    path: also a URL that can be written (`s3://bucket/model.pt`), or a file open for writing in binary. An open file
+    gets the complete bytes; making them durable is up to its owner.
     container: `torch-zip`, `safetensors`, `sharded`, `npz`, …; by default that of the suffix, else `torch-zip`.
-    overwrite: replace what is there; it stays whole under its name until the new file is.
+    overwrite: replace what is there; it stays intact until the new file is complete.
     keep_unknown: write objects of unknown classes as `torch.save` would (they load with `weights_only=False` only).
-    Numpy arrays become tensors in safetensors and other containers of tensors alone, and stay arrays in torch files.
+    Numpy arrays become tensors in safetensors and other containers of tensors, and stay arrays in torch files.
     Raises `Unsupported`, naming what cannot be saved and where it is.
     """
-    if callable(getattr(path, "write", None)):  # an open file, by way of a temporary one
+    if callable(getattr(path, "write", None)):  # an open file, through a temporary one
         from shutil import copyfileobj
         from tempfile import TemporaryDirectory
 
@@ -46,7 +46,7 @@ def save(
                 with open(temporary, "rb") as content:
                     copyfileobj(content, file, 1 << 20)
             except (IsADirectoryError, TypeError, ValueError) as error:
-                what = f"<{type(file).__name__}> does not take the bytes of a file"
+                what = f"<{type(file).__name__}> does not accept bytes"
                 fix = "Open it for writing in binary: open(PATH, 'wb'); for a folder of files, name one."
                 raise UsageError(what, str(error), fix) from None
         return
@@ -63,11 +63,11 @@ def save(
 
 
 def save_for_cpu(model: Module, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Writes a model's state dict as any machine can load it: unwrapped, on the CPU, without wrappers' prefixes.
+    """Writes a model's state dict so that any machine can load it: on the CPU, without wrappers' prefixes.
 
     The model stays where it is: tensors on another device are copied piece by piece. `torch.load(path,
-    weights_only=True)` and `model.load_state_dict` take it as it is.  overwrite: replace what is there. Raises
-    `OutputExists`, `DiskFull`, and `Unsupported` naming tensors that are pieces of others (FSDP).
+    weights_only=True)` and `model.load_state_dict` accept it.  overwrite: replace what is there. Raises `OutputExists`,
+    `DiskFull`, and `Unsupported` naming tensors that are pieces of others (FSDP).
     """
 
     from ckptool.bridge.from_live import from_torch

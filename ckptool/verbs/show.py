@@ -135,7 +135,7 @@ def _value_lines(value: Any, limit: int | None, sibling_limit: int | None = None
         elif isinstance(node, (dict, list, tuple)) and node and flat is None:
             yield f"{label}:"
         elif isinstance(node, str) and limit is not None and node.count("\n") > 3:
-            yield f"{label}: a text of {counted(node.count(chr(10)), 'line')}"
+            yield f"{label}: a string of {counted(node.count(chr(10)), 'line')}"
         else:
             yield f"{label}: {value_text(node, None if limit is None else WIDEST)}"
 
@@ -163,7 +163,7 @@ def show(
     path, node = find({name: extras[name]()} if name in extras else opened.checkpoint.tree, opened.at or "")
     array = array_entry(node)
     if array is not None and (slice is not None or array.numel > FEW):
-        node = array  # of a few values, all are shown as they stand
+        node = array  # where there are few values, all are shown as they are
     if not isinstance(node, TensorEntry):
         if slice is not None:
             kind = "a composite tensor" if isinstance(node, Composite) else f"of type {type(node).__name__}"
@@ -175,7 +175,7 @@ def show(
         parts, dimensions = slice.split(","), len(node.shape)
         spans = [match for part in parts if (match := _SPAN.fullmatch(part))]
         if len(spans) < len(parts) or len(parts) > dimensions:
-            why = "A part is FIRST:END, either of which may be left out; both count from 0."
+            why = "A part is FIRST:END, counted from 0; either may be left out."
             if len(parts) > dimensions:
                 why = f"It has {counted(len(parts), 'part')} for {counted(dimensions, 'dimension')}."
             what = f"the slice '{slice}' does not fit the shape {list(node.shape)}"

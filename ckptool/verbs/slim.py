@@ -14,7 +14,7 @@ from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
 
 
-@verb(("ckptool slim model.pt -o small.pt", "without optimizer state"))
+@verb(("ckptool slim model.pt -o small.pt", "without optimizer state"), one_output="New files: -o OUT, or -d DIR")
 def slim(
     file: ChangedFiles,
     out: Out = None,
@@ -56,7 +56,7 @@ def slim(
     else:  # a new container has tables and alignment of its own
         how = "no smaller" if not saved else f"{size(-saved)} larger"
         summary = f"{without}, but {how}: {written.container} needs more for its own tables and alignment"
-    message = f"{counted(twins, 'storage is', 'storages are')} one with an equal one of the same weights now: "
+    message = f"{counted(twins, 'storage is', 'storages are')} now shared with an equal one of the same weights: "
     message += "training one trains the other"
     return written.about(
         summary if any(parts) else "nothing to drop",

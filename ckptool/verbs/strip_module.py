@@ -18,7 +18,7 @@ def strip_module(
     *,
     at: ChangedAt = None,
     prefix: Annotated[Texts, repeated("--prefix PREFIX", "Remove this instead of the wrappers' prefixes.")] = (),
-    partial: Annotated[bool, option("--partial", "Go ahead where only some keys have module.")] = False,
+    partial: Annotated[bool, option("--partial", "Remove it even if only some keys have it.")] = False,
     **options: Unpack[SavePart],
 ) -> Written | Any:
     """Takes the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed off the keys of all model weights.

@@ -37,26 +37,26 @@ Settings = Texts | dict[str, int]
 def _words(
     words: Annotated[Sequence[str], argument("FILE|RULE", _FILE_OR_RULE, several=True)] = (),
     rules_file: str | None = None,
-    show_list: Annotated[bool, option("--list", "List the layouts that ship; with --rules, what one needs.")] = False,
+    show_list: Annotated[bool, option("--list", "List the shipped layouts; with --rules, what one needs.")] = False,
     find: Annotated[bool, option("--find", "Find the rules that turn file A into file B; -o writes them.")] = False,
     **options: Any,
 ) -> dict[str, Any] | LayoutList | FoundRules:
     if show_list:
         return layouts(rules_file)
     if not words:
-        raise UsageError("translate was given no file", "", "See the layouts that ship: ckptool translate --list")
+        raise UsageError("translate was given no file", "", "See the shipped layouts: ckptool translate --list")
     files, rules = files_and_rules("translate", words, rules_file is not None or find)
     if not find:
         return {"file": files, "rules": rules}
     if len(files) != 2 or rules or options.get("folder") or options.get("in_place"):
         what = "translate --find takes two checkpoints and no rules"
-        why = "It finds the rules that make the second of the first."
+        why = "It finds the rules that turn the first into the second."
         raise UsageError(what, why, "For example: ckptool translate --find a.pt b.pt -o rules.yaml")
     return find_rules(*files, **{name: options[name] for name in ("out", "overwrite", "dry_run") if name in options})
 
 
 @verb(
-    ("ckptool translate vit.pt --rules vit-timm -n -o hf.pt", "a layout that ships: preview it"),
+    ("ckptool translate vit.pt --rules vit-timm -n -o hf.pt", "a shipped layout: preview it"),
     ("ckptool translate vit.pt '*qkv.* => *{q,k,v}.* : split 0' --rest keep -o o.pt", "your own rules"),
     ("ckptool translate --find a.pt b.pt -o rules.yaml", "the rules between two checkpoints"),
     ("ckptool translate b.pt --rules rules.yaml --reverse -o back.pt", "the way back"),
@@ -67,7 +67,7 @@ def translate(
     rules: str | Sequence[str] = (),
     out: Out = None,
     *,
-    rules_file: Annotated[PathLike | None, option("--rules FILE.yaml|LAYOUT", "Rules, or a layout that ships.")] = None,
+    rules_file: Annotated[PathLike | None, option("--rules FILE.yaml|LAYOUT", "Rules, or a shipped layout.")] = None,
     set: Annotated[Settings, repeated("--set NAME=NUMBER", "Set a variable; it overrides config.json.")] = (),
     reverse: Annotated[bool, option("--reverse", "Apply the inverse rules. A layout detects its side.")] = False,
     rest: Annotated[str, option("--rest WHAT", "Keys that no rule matches: refuse, keep or drop them.")] = "refuse",
@@ -79,7 +79,7 @@ def translate(
     """Renames, splits, joins and reorders the tensors of all model weights by rules `OLD => NEW : OPERATION | …`.
 
     A file of rules may say how ranks are joined first.
-    To safetensors goes one set of weights alone, and what is left behind is listed; to `.pt` the whole file.
+    To safetensors it writes one set of weights and lists what is left out; to `.pt` the whole file.
     Raises `NoMatch` for a rule or key without a match, `Conflict` where two tensors get one name or one is missing,
     `UsageError`, which points at the rule, where a tensor does not fit.
     """
@@ -87,7 +87,7 @@ def translate(
         raise UsageError(f"unknown {arg('rest')} {rest!r}", f"Available: {', '.join(REST)}.")
     texts = several(rules)
     if rules_file is None and len(texts) == 1 and "=>" not in texts[0]:
-        rules_file = texts.pop()  # as the option of the command is called
+        rules_file = texts.pop()  # the command names it with --rules, too
     extra = [rule for text in texts for rule in parse_rules(text)]
     layout = None if rules_file is None else layout_or_file(rules_file)
     translation = layout.translation if layout else Translation(())
@@ -111,8 +111,8 @@ def translate(
         layout = replace(layout, translation=translation)
         sides = {layout.side_of(root.node, reverse, config) for root in roots}
         if len(sides) > 1:
-            what = f"the sets of weights are of several sides of {layout.name}"
-            raise Conflict(what, "One translation goes one way.", f"Name one of them: {arg(at=ADDRESS)}")
+            what = f"the sets of weights belong to different sides of {layout.name}"
+            raise Conflict(what, "One translation goes in one direction.", f"Name one of them: {arg(at=ADDRESS)}")
         translation, reverse = layout.rules_for(*sides), layout.sides()[sides.pop()][1]
     elif reverse:
         translation = translation.reversed()
@@ -189,9 +189,9 @@ def _report_rows(outcome: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
             lines.append(f"… {hidden:,} more like these ({arg(dry_run=True)} shows all)")
         dropped = [name for name in root.dropped if name not in root.tied]
         for names, what in (
-            (root.tied, "left out, being tied to a tensor that is there"),
+            (root.tied, "left out, as tied to one that is there"),
             (dropped, "left out"),
-            (root.kept, "kept as they are, as no rule takes them"),
+            (root.kept, "kept as they are, as no rule matches them"),
             (root.filled, "filled with zeros"),
             (root.unfilled, "left out, as all of them are zeros"),
         ):
@@ -200,17 +200,17 @@ def _report_rows(outcome: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
         roots.append({"root": place, "steps": steps, **unmatched})
     yield Row("roots", roots, lines)
     yield Row("not_reversible", list(outcome.lost), [f"not reversible: {line}" for line in outcome.lost])
-    moved = f"the moments of {counted(outcome.optimizers, 'optimizer')} went through the same rules"
+    moved = f"the same rules were applied to the moments of {counted(outcome.optimizers, 'optimizer')}"
     yield Row("optimizers", outcome.optimizers, [moved] if outcome.optimizers else [])
 
 
 def layouts(name: str | None = None) -> LayoutList:
-    """The layouts that ship, between whose sides `translate(rules_file=NAME)` goes; or the one of that name.
+    """The shipped layouts, between whose sides `translate(rules_file=NAME)` converts; or the one of that name.
 
-    Raises `UsageError` for a name that none has.
+    Raises `UsageError` for an unknown name.
     """
     if name is not None and name not in shipped():
-        what = f"{name!r} is not a layout that ships"
+        what = f"{name!r} is not a shipped layout"
         raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", "See them: ckptool translate --list")
     return LayoutList(tuple(shipped_layout(shipped_name) for shipped_name in shipped() if name in (None, shipped_name)))
 
@@ -224,7 +224,7 @@ def find_rules(
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> FoundRules:
-    """Rules that make the tensors of `new` of those of `old`: renamed, split, put together, transposed, reordered.
+    """Rules that turn the tensors of `old` into those of `new`: renamed, split, joined, transposed, reordered.
 
     They are found by value, and by names and shapes where values differ, then applied and compared. out: a new file of
     them for `translate(rules_file=…)`.  part: take also checkpoints that are only a rank's share or one shard.

@@ -34,10 +34,10 @@ def unbundle(
 ) -> Written | Any:
     """Writes every member of a bundle to a file of its own in a new folder, and `bundle.json`, which `bundle` reads.
 
-    A bundle is any file whose top is a dictionary of several parts. Plain values (numbers, texts, short lists) go into
-    `bundle.json`, the rest into files in the bundle's container, or the one that is asked for. Tensors that one member
-    shared with another are written for each. In memory, and without a folder, the members are given back.
-    Raises `UsageError` for an unknown member or a file that is no bundle, `Conflict` for names that no file can have.
+    A bundle is any file whose top is a dictionary of several parts. Plain values (numbers, strings, short lists) go
+    into `bundle.json`, the rest into files in the bundle's container, or the one that is asked for. Tensors that one
+    member shared with another are written for each. For input in memory and no folder, returns the members.
+    Raises `UsageError` for an unknown member or a file that is not a bundle, `Conflict` for impossible file names.
     """
     change = change_of("unbundle", folder, options, file)
     if folder is None and not change.live:

@@ -46,8 +46,8 @@ def verify(
 
     Where a container stores no checksums the report says so. Digests are those of one set of weights: the only one, the
     model beside its EMA, or the part `at`.
-    Raises what opening raises for a file that is no checkpoint or cannot be read, and `UsageError` where several sets
-    of weights could be meant.
+    Raises what opening raises for a file that is not a checkpoint or cannot be read, and `UsageError` where several
+    sets of weights could be meant.
     """
     source: tuple[Input | Checkpoint, str | None]
     source = (open_file(file).checkpoint, None) if is_in_memory(file) else open_source(file)
@@ -64,7 +64,7 @@ def verify(
     else:
         root, remark = one_state_dict(checkpoint, at)
         if root.arrays is not None:
-            origin = f"{root.detail}, whose digests are those of tensors with the same values"
+            origin = f"{root.detail}, whose digests equal those of tensors with the same values"
             remark = f"{remark}; {origin}" if remark else origin
         digests = root_digests(root.node, root.address, remark)
     report = replace(report, digest=digests)

@@ -22,7 +22,7 @@ from ckptool.output import replace_file
 from ckptool.verbs._options import AGAINST, At, Exclude, File, IsPart, Only, Out, Texts, check_text, find_target
 from ckptool.verbs._save import Save, Unpack, change_of
 
-TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals that a translation ends
+TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals that a translation resolves
 
 Rules = Texts | Mapping[str, str]
 Mismatch = Literal["error", "skip"]
@@ -58,10 +58,10 @@ def warm_start(
 ) -> LoadReport | Any:
     """Matches a checkpoint with the model `against`; with `out`, writes a checkpoint of exactly the model's keys.
 
-    For weights in memory, and without `out`, gives back such a state dict. The model is also a module; your own code
-    needs torch. Rules may have operations, as those of `translate`; `only` and `exclude` are patterns for names of the
-    model, and so is that of `resize`. Of the share that must load, the half does not count what `only`, `exclude` and
-    skipped shapes leave out.
+    For weights in memory and no `out`, returns such a state dict. The model may be a module; code of your own needs
+    torch. Rules may have operations, as those of `translate`; `only` and `exclude` are patterns for names of the model,
+    and so is that of `resize`. The half that must load does not count what `only`, `exclude` and skipped shapes leave
+    out.
     `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
     """
     from ckptool.names.rule_files import all_rules
@@ -107,7 +107,7 @@ def warm_start(
         mark: dict[str, Any] = marks.recovered(original.metadata, root.path)
         if taken and model is not None:
             mark |= marks.recovered(model.metadata, before=mark)
-        beside = model_folder(model, tree) if model is not None else None  # of the sizes in it
+        beside = model_folder(model, tree) if model is not None else None  # only sizes come from it
         saved = change.write(
             original if model is None else together(original, [model]),
             Checkpoint(tree, formats.DEFAULT if model is None else model.container, mark, original.source),
@@ -118,7 +118,7 @@ def warm_start(
         new_file = NewFile(saved.output, saved.container, saved.file_bytes, saved.details)
         report = replace(report, taken=taken, output=new_file, normalised=notes, applied=not dry_run)
     if suggest is not None and not has_rules:
-        what = f"no rules were found that would make more fit; {os.fspath(suggest)} was not written"
+        what = f"no rules found that would make more fit;  {os.fspath(suggest)} was not written"
         report = replace(report, normalised=(*report.normalised, Note("no-suggestions", what)))
     elif suggest is not None:
         if not dry_run:

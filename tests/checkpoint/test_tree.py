@@ -105,7 +105,7 @@ def test_deep_tuples_and_cycles_do_not_recurse() -> None:
 def test_calls_that_are_thrown_away_cannot_be_kept() -> None:
     gone = Checkpoint({}, "live", discarded=(Object(Global("os", "system"), ()),))
     for keep in (False, True):
-        with pytest.raises(UnsafeObject, match="made and thrown away"):
+        with pytest.raises(UnsafeObject, match="created and discarded"):
             refuse_unknown(gone, keep_unknown=keep)
 
 

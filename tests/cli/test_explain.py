@@ -76,5 +76,5 @@ def test_what_nobody_knows_is_not_guessed(
 
 def test_a_message_beside_its_file_is_judged_by_its_devices(files: Path, run: Run) -> None:
     message = "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False."
-    for file, told in {"cuda.pt": "cuda.pt was saved on cuda:", "dp.pt": "the message is of another file"}.items():
+    for file, told in {"cuda.pt": "cuda.pt was saved on cuda:", "dp.pt": "the message is about another file"}.items():
         assert told in run("doctor", file, "--error", message).out, file

@@ -171,7 +171,7 @@ def test_one_file_that_kills_its_worker_on_somebody_elses_executor() -> None:
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         found = outcomes(in_turn(worked, range(7), jobs=pool))
     assert [each for each in found if isinstance(each, int)] == [0, 10, 30, 60]
-    assert isinstance(found[2], RunFailed) and "was killed, twice" in found[2].what
+    assert isinstance(found[2], RunFailed) and "was killed twice" in found[2].what
 
 
 def test_so_many_are_given_out_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_a_worker_that_is_killed_is_one_error_and_the_others_go_on() -> None:
     found = outcomes(in_turn(worked, range(7), jobs=2))
     assert [each for each in found if isinstance(each, int)] == [0, 10, 30, 60]
     killed, missing, odd = (each for each in found if isinstance(each, Exception))
-    assert isinstance(killed, RunFailed) and "was killed, twice" in killed.what and three_parts(killed)
+    assert isinstance(killed, RunFailed) and "was killed twice" in killed.what and three_parts(killed)
     assert isinstance(missing, FileNotFoundError) and missing.filename == "name"
     assert isinstance(odd, RuntimeError) and "ExceptionOfTests" in str(odd)
 
@@ -243,7 +243,7 @@ def test_a_worker_that_is_killed_is_one_error_and_the_others_go_on() -> None:
 def test_a_worker_is_ended_in_silence_wherever_it_is(capfd: pytest.CaptureFixture[str]) -> None:
     """A file that fails ends the work on others: what is told of that must not depend on where they were."""
     for task in in_turn(throwing_away, range(2), jobs=2):
-        with pytest.raises(RunFailed, match="the process that worked on it was killed, twice"):
+        with pytest.raises(RunFailed, match="its worker process was killed twice"):
             task()
     assert capfd.readouterr().err == ""
 
@@ -405,7 +405,7 @@ def test_a_list_in_python(three: Path) -> None:
     assert [each.path for each in ckptool.scan([Path("one.pt"), "two.pt"])] == ["one.pt", "two.pt"]
     with pytest.raises(ckptool.CkptoolError, match="one output"):
         ckptool.strip_module([*FILES], "out.pt")
-    with pytest.raises(ckptool.CkptoolError, match="None of the files was written"):
+    with pytest.raises(ckptool.CkptoolError, match="None of the files were written"):
         ckptool.strip_module([*FILES], folder="out", partial=True)
     with pytest.raises(TypeError, match="finit"):
         ckptool.verify([*FILES], finit=True)

@@ -177,7 +177,7 @@ BAD = {
     "nothing to drop": ("edit dp.pt --drop nothing -o x.pt", 1, "no-match"),
     "not JSON": ("edit training.pt --set epoch:=x -o x.pt", 2, "usage"),
     "several roots": ("convert gan.pt -o x.safetensors", 2, "usage"),
-    "what to convert to": ("convert dp.pt -d out", 2, "usage"),
+    "a container to convert to": ("convert dp.pt -d out", 2, "usage"),
     "bad container": ("convert dp.pt -o x --to onnx", 2, "usage"),
     "ignore nonsense": ("diff dp.pt dp.pt --ignore nonsense", 2, "usage"),
     "no argument": ("inspect", 2, "usage"),
@@ -224,7 +224,7 @@ def test_of_several_files_with_one_that_is_refused_none_is_written(files: Path, 
     words = ("strip-module", "dp.pt", "text.pt", "compiled.pt", "-d", "out")
     ran = run(*words)
     assert ran.code == 2 and ran.out == "" and not (files / "out").exists()
-    assert "None of the files was written" in ran.err and "text.pt" in ran.err
+    assert "None of the files were written" in ran.err and "text.pt" in ran.err
     found = json.loads(run(*words, "--json").out)
     assert found["code"] == "not-a-checkpoint" and "done" not in found
     ran = run(*words, "--skip-refused")

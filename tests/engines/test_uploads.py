@@ -80,7 +80,7 @@ def test_s3_gets_what_is_written_here(words: str, s3: S3Server, bench: Bench) ->
         assert objects.pop(key) == path.stat().st_size
     assert not objects
     code, said = bench.run(words)
-    assert code == 2 and "exists already" in said
+    assert code == 2 and "already exists" in said
     for key in ("a/new.pt", "a/out.pt"):  # a dry run, which says so of what is there
         code, said = bench.run(f"strip-module in.pt -o s3://bucket/{key} -n -f")
         assert (code, "dry run" in said) == ((0, True)) or Path(words).name == "out"
@@ -159,7 +159,7 @@ def test_a_hub_gets_a_file_or_a_folder_in_one_commit(tmp_path: Path) -> None:
                 assert (tmp_path / "hub/org/model" / name).read_bytes() == written.read_bytes()
             count = len(hub.commits)
             code, said = bench.run(words)
-            assert code == 2 and "exists already" in said and len(hub.commits) == count
+            assert code == 2 and "already exists" in said and len(hub.commits) == count
             assert bench.run(f"{words} -n -f")[0] == 0 and len(hub.commits) == count
         hub.faults = iter(["", "", "", "deny"] + ["deny"] * 20)
         code, said = bench.run("strip-module in.pt -o hf://org/model/b.pt")

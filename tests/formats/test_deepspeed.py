@@ -93,7 +93,7 @@ def test_frozen_parameters_buffers_and_ties_are_as_they_were_saved(tmp_path: Pat
     assert module["head.weight"].view == module["embed.weight"].view
     assert module["mean"].torch().tolist() == [0, 0] and module["places"].dtype.name == "i64"
     (note,) = [note for note in checkpoint.notes if note.code == "replicas-differ"]
-    assert "mean (rank 0's value is taken, rank 1's is another)" in note.message
+    assert "mean (rank 0's value is used; rank 1's differs)" in note.message
 
 
 def test_the_copies_in_bf16_are_told_of_and_their_checksums_are_verified(tmp_path: Path, run: Run) -> None:
@@ -148,7 +148,7 @@ def test_the_optimizer_of_a_trainers_folder_is_in_the_folder_of_the_tag(tmp_path
     done = run("convert", folder, "--optimizer-as", "names", "-o", tmp_path / "out.pt")
     assert done.code == 1
     again = shlex.quote(str(folder / "global_step2"))
-    assert f"It is beside them: ckptool convert {again} --optimizer-as names" in done.err
+    assert f"They are beside it: ckptool convert {again} --optimizer-as names" in done.err
 
 
 # Files of two steps --------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_a_rank_file_of_dcp_of_another_step(tmp_path: Path) -> None:
         for file in sorted(path.name for path in (folder / "all-1").glob("*.distcp")):
             shutil.copytree(folder / f"stages-all-{step}", mixed := tmp_path / f"{step}-{file}")
             shutil.copy(folder / f"stages-all-{other}" / file, mixed)
-            with pytest.raises(Conflict, match=r"\.distcp and .*\.distcp are of two checkpoints") as raised:
+            with pytest.raises(Conflict, match=r"\.distcp and .*\.distcp come from two checkpoints") as raised:
                 ckptool.open(mixed)
             assert f"step {max(step, other)}, the other {min(step, other)}" in str(raised.value)
             assert verdict(mixed, tmp_path / "out.pt")
@@ -329,7 +329,7 @@ MIXED: dict[str, tuple[int, Change, type[CkptoolError], str]] = {
     "another step of the model": (3, states(lambda s: s.update(global_steps=4), 1), Conflict, "step differs: 2 and 4"),
     "another world": (2, share(lambda s: s.update(partition_count=[4, 4]), 1), Conflict, "division over"),
     "a larger world": (3, share(lambda s: s.update(partition_count=4)), Corrupt, "lacks the files of 2 ranks"),
-    "a smaller world": (2, share(lambda s: s.update(partition_count=[1, 1])), Conflict, "1 rank beyond the 1"),
+    "a smaller world": (2, share(lambda s: s.update(partition_count=[1, 1])), Conflict, "1 rank in excess of the 1"),
     "a huge world": (3, share(lambda s: s.update(partition_count=1 << 31)), Corrupt, "lacks the files"),
     "no world": (2, share(lambda s: s.update(partition_count=-1)), Corrupt, "over how many ranks"),
     "another stage": (2, share(lambda s: s.update(zero_stage=1), 1), Conflict, "ZeRO stage differs: 2 and 1"),
@@ -338,14 +338,14 @@ MIXED: dict[str, tuple[int, Change, type[CkptoolError], str]] = {
     "fewer elements in one rank": (3, share(_cut, 1), Conflict, "length of vectors differs"),
     "more elements than the shapes have": (2, share(_longer), Corrupt, "of the ranks' vectors"),
     "a huge shape": (2, states(_shapes(0, scale=(1 << 40, 1 << 40)), 0), Corrupt, ""),
-    "a shape that is none": (2, states(_shapes(0, scale=(-1,)), 0), Corrupt, "no names and shapes"),
+    "a shape that is none": (2, states(_shapes(0, scale=(-1,)), 0), Corrupt, "not names and shapes"),
     "one name in two groups": (2, states(_twice, 0), Corrupt, "in two groups"),
     "groups that are not there": (2, states(lambda s: s["param_shapes"].pop(), 0), Conflict, "1 group"),
     "no vectors": (2, share(lambda s: s.pop("single_partition_of_fp32_groups"), 1), Corrupt, "no f32"),
     "moments of another length": (2, share(lambda s: _state(s).update(exp_avg=torch.zeros(3)), 1), Corrupt,
         "has no exp_avg for all of group 0"),
     "a moment that one rank lacks": (3, share(lambda s: _state(s).pop("exp_avg"), 1), Corrupt, "has no exp_avg"),
-    "pieces that lie elsewhere": (2, share(lambda s: s.update(ELSEWHERE), 0), Conflict, "embed.weight lies elsewhere"),
+    "pieces that lie elsewhere": (2, share(lambda s: s.update(ELSEWHERE), 0), Conflict, "embed.weight is elsewhere"),
     "a weight without values": (3, states(lambda s: s["module"].update({"lost.weight": torch.empty(0)}), 0), Corrupt,
         "no values of 1 weight: lost.weight"),
     "a frozen piece that one rank lacks": (3, _frozen(1), Corrupt, "still in the model states of 1 rank"),
@@ -399,7 +399,7 @@ FILES: dict[str, tuple[int, Callable[[Path], object], type[CkptoolError], tuple[
     "of a larger world": (3, of_a_larger_world, Conflict, ("two checkpoints",)),
     "a rank's own under another's name": (3, copied(optimizer_file(0), optimizer_file(1)), Conflict, ("saved as",)),
     "two files of one rank": (3, copied(optimizer_file(1), f"bf16_{optimizer_file(1)}"), Conflict,
-        ("both are of one rank",)),
+        ("both belong to one rank",)),
     "tensor parallelism": (2, saved("mp_rank_01_model_states.pt", {"module": {}}), Unsupported,
         (STATES, "ds_to_universal")),
     "its layers": (2, saved("layer_03-model_01-model_states.pt", {}), Unsupported,

@@ -189,7 +189,7 @@ def test_a_megabyte_of_metadata_is_read_within_the_budget() -> None:
 
 
 def test_unknown_fields_are_refused_by_name(put: Put) -> None:
-    with pytest.raises(Unsupported, match="fields that the format does not know \\(offset, payload\\)"):
+    with pytest.raises(Unsupported, match="fields that the format does not define \\(offset, payload\\)"):
         read(put(one(payload="hidden\x1b[31m", offset=7)))
     with pytest.raises(Unsupported) as caught:
         read(put(one(**{f"\x1b{n}" * 20: n for n in range(200)})))

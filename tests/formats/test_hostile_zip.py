@@ -128,10 +128,10 @@ def names() -> Iterator[Row]:
         yield f"a NUL, {name!r}", with_more(Entry(name, bytes(12))), Ambiguous, "NUL"
     for record in ("data.pkl", "data/0", "byteorder", "version"):
         for name in (b"archive/data/7", b"archive/data.pkx", b"a", b"archive/" + b"n" * 300, b""):
-            yield f"{record} is {name[:20]!r}", with_entry(record, name_local=name), Ambiguous, "another name"
+            yield f"{record} is {name[:20]!r}", with_entry(record, name_local=name), Ambiguous, "a different name"
     body = struct.pack("<BI", 1, zlib.crc32(b"archive/data/0")) + b"archive/data/7"
     field = struct.pack("<2H", 0x7075, len(body)) + body
-    yield "a Unicode path", with_entry("data/0", extra=field), Ambiguous, "another name"
+    yield "a Unicode path", with_entry("data/0", extra=field), Ambiguous, "a different name"
     yield "no name", with_more(Entry(b"", b"")), Corrupt, "no name"
     for name in (b"archive/\xff\xfe", b"archive/data/\x80", b"archive/\xed\xa0\x80", b"\xc0\xaf"):
         yield f"no UTF-8, {name!r}", with_more(Entry(name, b"")), Corrupt, "directory"
@@ -158,7 +158,7 @@ def headers() -> Iterator[Row]:
     """Header, descriptor and directory of a record contradict each other."""
     for record in ("data.pkl", "data/0", "byteorder"):
         for method in ({"method_local": 8}, {"method": 8, "method_local": 0}):
-            yield f"{record}, {method}", with_entry(record, **method), Corrupt, "stored in another way"
+            yield f"{record}, {method}", with_entry(record, **method), Corrupt, "stored in a different way"
         data = FILE.index(RECORDS["archive/" + record], FILE.index(("archive/" + record).encode()))
         place = FILE.index(b"PK\x07\x08", data)
         yield f"{record} without a descriptor", at(FILE, place, b"PKxx"), Corrupt, "descriptor"
@@ -179,7 +179,7 @@ def headers() -> Iterator[Row]:
                 "encrypted, or a patch",
             )
             own = with_entry(record, flags=0x0800, flags_local=0x0800 | bit)
-            yield f"{record} says {bit:#x}", own, Corrupt, "another way"
+            yield f"{record} says {bit:#x}", own, Corrupt, "a different way"
     for descriptor in ("signed", "bare", "wide", "wide-bare"):
         yield descriptor, with_entry("data/0", descriptor=descriptor, crc_descriptor=77), Corrupt, "descriptor"
     wide = struct.pack("<2H2Q", 1, 16, 13, 13)

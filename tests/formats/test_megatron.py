@@ -53,7 +53,9 @@ def test_a_tracker_that_leads_elsewhere_is_named(tracker: str, tmp_path: Path) -
     if len(tracker) == 100:
         unreadable(folder, LimitExceeded)
         return
-    unreadable(folder, Corrupt, f"says {tracker!r}, which is no iteration", "latest_checkpointed_iteration.txt")
+    unreadable(
+        folder, Corrupt, f"says {tracker!r}, an iteration that is not there", "latest_checkpointed_iteration.txt"
+    )
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
     unreadable(folder, Corrupt, "says '7'")  # the folder of the run again
 

@@ -6,6 +6,7 @@ import io
 import struct
 import warnings
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,24 @@ def test_other_arrays_are_what_a_pickle_has_for_them(kind: str, tmp_path: Path) 
 
     again = torch.load(tmp_path / "b.pt", weights_only=False)  # a file of our own
     assert again.tolist() == given.tolist() and again.flags.f_contiguous == given.flags.f_contiguous
+
+
+def random_dtype(random: Random, depth: int = 0) -> Any:
+    """A type of numbers, texts or dates, or records of such, or of arrays of such."""
+    if depth == 3 or random.random() < 0.4:
+        return random.choice(["f4", ">f8", "i2", "?", "U3", "S2", "V4", "M8[s]", "c8"])
+    shapes = [(), (), (), (2,), (2, 3), (0,)]
+    return [(f"f{n}", random_dtype(random, depth + 1), random.choice(shapes)) for n in range(random.randint(1, 3))]
+
+
+def test_of_what_numpy_writes_nothing_is_said_to_be_none_of_its_own(tmp_path: Path) -> None:
+    for seed in range(300):
+        kind = np.dtype(random_dtype(random := Random(seed)), align=random.random() < 0.3)
+        file = npy_file(np.zeros(2, kind), tmp_path / "a.npy")
+        try:
+            assert read(file).container == "npy"
+        except Unsupported as error:
+            assert "a numpy type of nested arrays" in str(error), kind
 
 
 def test_an_array_of_objects_is_refused_and_nothing_is_called(tmp_path: Path) -> None:

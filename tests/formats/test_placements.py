@@ -113,5 +113,5 @@ def test_boxes_that_only_have_the_right_volume() -> None:
     assert not covers((4,), [((0,), (2,)), ((3,), (2,))])
     assert covers((4,), [((2,), (2,)), ((0,), (2,)), ((4,), (0,))])
     assert covers((), [((), ())]) and not covers((), [((), ()), ((), ())])
-    with pytest.raises(Unsupported, match="divided along 9 axes"):
+    with pytest.raises(Unsupported, match="sharded along 9 axes"):
         covers((2,) * 9, [((0,) * 9, (1,) * 9)])

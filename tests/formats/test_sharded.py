@@ -66,7 +66,7 @@ def test_a_folder_of_two_checkpoints(tmp_path: Path) -> None:
 def test_shards_without_their_index(tmp_path: Path) -> None:
     folder = hub(tmp_path / "model")
     (folder / INDEX).unlink()
-    with pytest.raises(OnlyAPart, match="holds shards and no index"):
+    with pytest.raises(OnlyAPart, match="holds shards but no index"):
         read(folder)
     for path in list(folder.iterdir()):
         path.rename(folder / f"shard-00001-{path.name}")
@@ -201,7 +201,7 @@ def of_two_containers(folder: Path) -> None:
 
 
 CONFLICTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "one shard under two names": (twin, "is in model-00001-of-00003.safetensors, where the index does not have it"),
+    "one shard under two names": (twin, "is in model-00001-of-00003.safetensors, where the index does not list it"),
     "a tensor that the index does not list": (
         lambda folder: changed(folder, lambda index: index["weight_map"].pop("norm") and None),
         r"1 name differs \(norm is in model-00003\S+, where the index"),
@@ -209,7 +209,7 @@ CONFLICTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: changed(folder, lambda index: index["weight_map"].update(gone=FIRST)),
         r"\(gone is not in model-00001"),
     "a tensor in another shard": (lambda folder: changed(folder, pointed(FIRST)), "do not belong together"),
-    "one name in two shards": (in_two_shards, "norm is in more.safetensors, where the index does not have it"),
+    "one name in two shards": (in_two_shards, "norm is in more.safetensors, where the index does not list it"),
     "a shard of another run": (of_another_run, "do not belong together"),
     "names of fewer": (lambda folder: renamed(folder, "-of-00003", "-of-00002"), "names 3 shards, .* they are of 2"),
     "names of more": (lambda folder: renamed(folder, "-of-00003", "-of-00004"), "names 3 shards, .* they are of 4"),

@@ -122,7 +122,7 @@ def test_files_of_ranks_by_any_name_are_joined_where_their_tensors_say_how(name:
         assert fix == (f"ckptool inspect {folder}",)
     if name.endswith(".pt"):
         other = shutil.copy(folder / name.format(1), folder / name.format(1).replace(".pt", ".bin"))
-        assert "both are of one rank" in str(refused("conflict", tmp_path, lambda: ckptool.open(folder)))
+        assert "both belong to one rank" in str(refused("conflict", tmp_path, lambda: ckptool.open(folder)))
         other.unlink()
     shutil.copy(folder / name.format(1), folder / name.format(3))
     if "rank" in name:

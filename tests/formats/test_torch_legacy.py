@@ -257,12 +257,12 @@ REFUSED: dict[tuple[Any, str], list[bytes]] = {
     ],
     (Unsupported, "Linear"): [of(storage_id(kind=torch.nn.Linear))],
     (Unsupported, "FloatTensor"): [of(storage_id(kind=torch.FloatTensor))],
-    (Unsupported, "by itself"): [stream(Pid(storage_id("1", 4, ("2", 0, 4))))],
+    (Unsupported, "outside of a tensor"): [stream(Pid(storage_id("1", 4, ("2", 0, 4))))],
     ((Truncated, Corrupt), ""): [of(storage_id(numel=1 << 62))],
     (BadTensor, ""): [
         *(of(storage_id(numel=-1), sizes=(0,)), of(storage_id(), sizes=(5,))),
         *(of(storage_id(view=view)) for view in (("2", 2, 3), ("2", -1, 2), ("2", 0, -1), ("2", 1 << 62, 1),
-            ("2", 0.0, 1), (2, 0, 1), ("2", 0), "2", ("1", 0, 4))),  # outside of its storage
+            ("2", 0.0, 1), (2, 0, 1), ("2", 0), "2", ("1", 0, 4))),  # outside its storage
         of(storage_id("1", 4, ("2", 0, 4)), storage_id("2", 4, ("1", 0, 4))),  # in a cycle
         # It would lie inside of the root, but not of the part that the file gives it.
         of(storage_id("1", 4, ("2", 0, 2)), sizes=(3,)),

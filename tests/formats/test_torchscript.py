@@ -166,7 +166,7 @@ def test_the_code_is_shown_as_text_and_never_run(tmp_path: Path) -> None:
     shown = ckptool.show(f"{file}#{place}")
     assert shown.entry == text and str(shown).startswith("class Linear(Module):\n  __parameters__")
     assert find({"code": code}, place)[1] == text
-    assert f"{place.rpartition('/')[2]}: a text of" in str(ckptool.show(file, at="code"))
+    assert f"{place.rpartition('/')[2]}: a string of" in str(ckptool.show(file, at="code"))
 
 
 def test_what_stands_beside_a_traced_module(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ def test_links_are_refused(tmp_path: Path) -> None:
         append_in_place(*edit(tmp_path / "soft.pt", prefixed))
     os.link(path, tmp_path / "hard.pt")
     for name in (path, tmp_path / "hard.pt"):
-        with pytest.raises(Conflict, match="one of 2 names"):
+        with pytest.raises(Conflict, match="one of 2 hard links"):
             append_in_place(*edit(name, prefixed))
     assert path.read_bytes() == before
 

@@ -191,7 +191,7 @@ def failed(trial: Trial, point: FaultPoint) -> None:
 FULL_WORDS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "your quota is used up",
-    errno.EFBIG: "the limit on file sizes was reached",
+    errno.EFBIG: "the file size limit was reached",
 }
 
 

@@ -105,7 +105,7 @@ def raising(error: BaseException) -> Computed:
 
 
 def test_it_is_not_replaced_unasked(target: Target) -> None:
-    with pytest.raises(OutputExists, match="exists already") as caught:
+    with pytest.raises(OutputExists, match="already exists") as caught:
         target.write(overwrite=False)
     three_parts(caught.value)
     assert target.is_untouched
@@ -182,7 +182,7 @@ def test_a_folder_above_that_cannot_be_synced_is_noted(target: Target, monkeypat
 
     monkeypatch.setattr(os, "fsync", failing)
     (note,) = target.write()
-    assert note.code == "not-synced" and "complete and visible, but its durability is uncertain" in note.message
+    assert note.code == "not-synced" and "complete, but may not be durable" in note.message
     assert target.holds(target.path, new=True) and names(target.path.parent) == ["out"]
 
 

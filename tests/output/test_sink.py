@@ -189,7 +189,7 @@ def test_a_stream_is_never_read_by_two_threads(tmp_path: Path) -> None:
 
 
 def test_inputs_that_end_early_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Corrupt, match="10 bytes were expected, 4 came"):
+    with pytest.raises(Corrupt, match="10 bytes were expected, 4 arrived"):
         wrote(tmp_path, [Computed(10, lambda offset, length: b"abcd"[offset:])])
     file = source(tmp_path, noise(500_000))
     os.truncate(file.path, 400_000)

@@ -148,7 +148,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_read(run: Run, tmp
         "https://host/a.pt": "a web server only serves files",
         "memory://full": "it is a folder",
         "memory://new/": "cannot hold state_dict",
-        "memory://full/of.pt": "exists already",
+        "memory://full/of.pt": "already exists",
         "ftp://user:hidden@127.0.0.1:1/a.pt": "cannot use ftp://127.0.0.1:1/a.pt",
     }.items():
         ran = run("strip-module", tmp_path / "in.pt", "-o", out)

@@ -234,7 +234,8 @@ CORRUPT = {
     "a bytearray as a key": b"}\x96\0\0\0\0\0\0\0\0Ns.", "a list in a set": b"\x8f(]\x90.",
     "a set in itself": b"\x8fq\0(h\0\x90.", "a list in a frozenset": b"(]\x91.", "a key without a value": b"}(K\x01u.",
     "a frame longer than the pickle": b"\x80\x04\x95\x10\0\0\0\0\0\0\0N.", "a name that is not UTF-8": b"c\xff\nx\n.",
-    "a text that is not UTF-8": b"X\1\0\0\0\xff.", "a name that is computed": b"K\x01K\x02\x93.", "no opcode": b"\xff.",
+    "a string that is not UTF-8": b"X\1\0\0\0\xff.",
+    "a name that is computed": b"K\x01K\x02\x93.", "no opcode": b"\xff.",
     "a broken escape": b"V\\u12\n.", "STRING without quotes": b"Sabc\n.", "STRING of one quote": b"S'\n.",
 }  # fmt: skip
 BEYOND = {

@@ -105,7 +105,7 @@ def test_a_skeleton_with_its_stubs_is_the_pickle(graph: Any, protocol: int, wind
 
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_pythons_frames_with_long_bytes_between_them(protocol: int) -> None:
-    """Real framing: the pickler puts what is long outside of its frames, in a file and in memory."""
+    """Real framing: the pickler puts what is long outside its frames, in a file and in memory."""
     value = [["x" * 50] * 3_000, os.urandom(100_000), list(range(20_000)), bytearray(200_000), "end"]
     value[0] = [f"{i:050}" for i in range(3_000)]
     into_file = io.BytesIO()
@@ -226,7 +226,7 @@ def test_a_value_of_4_gb_is_not_read(tmp_path: Path) -> None:
         decoded(made)
 
 
-@pytest.mark.parametrize(("kind", "opcode"), [("bytes", b"B"), ("text", b"X"), ("text of Python 2", b"T")])
+@pytest.mark.parametrize(("kind", "opcode"), [("bytes", b"B"), ("text", b"X"), ("Python 2 string", b"T")])
 def test_a_value_of_65_mib_is_refused_by_name(kind: str, opcode: bytes, tmp_path: Path) -> None:
     size = 65 << 20
     data = sparse(tmp_path / "big.pkl", b"\x80\x03" + opcode + struct.pack("<I", size), size, b".")
@@ -236,7 +236,7 @@ def test_a_value_of_65_mib_is_refused_by_name(kind: str, opcode: bytes, tmp_path
 
 def test_a_line_of_65_mib_is_refused(tmp_path: Path) -> None:
     data = sparse(tmp_path / "big.pkl", b"V", 65 << 20, b"\n.")
-    with pytest.raises(LimitExceeded, match="text of more than"):
+    with pytest.raises(LimitExceeded, match="string of more than"):
         skeleton(data, name="big")
 
 

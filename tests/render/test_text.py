@@ -111,7 +111,7 @@ def test_only_commands_stay_whole() -> None:
 def test_commands_stay_whole_wherever_they_stand_in_a_line(colour: bool) -> None:
     typed = [f"ckptool verify 'a long name {number}.pt' --finite" for number in range(3)]
     unpack = "gzip -dc 'a long name.pt.gz' > 'a long name.pt'"
-    told = [("  1. ", cyan(typed[0])), ("All of it in one pass: ", cyan(typed[1])), f"see {typed[2]}"]
+    told = [("  1. ", cyan(typed[0])), ("All in one pass: ", cyan(typed[1])), f"see {typed[2]}"]
     told += [("  2. ", cyan(unpack), "   (another program: gzip)")] if colour else []
     for width in range(20, 90, 7):
         style = Style(colour, width)

@@ -40,7 +40,6 @@ class Row:
 
     layout: str
     case: str
-    verbs: tuple[str, ...]  # inspect, verify, convert, diff
     judge: str
     optimizer: str  # its judge, or why there is none
 
@@ -50,10 +49,10 @@ def judged_layouts() -> dict[str, Row]:
     rows = {}
     for line in TABLE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if line.startswith("|") and len(cells) == 8 and cells[1].startswith("`"):
+        if line.startswith("|") and len(cells) == 4 and cells[1].startswith("`"):
             case = cells[1].strip("`")
             assert case not in rows, f"{case} has two rows"
-            rows[case] = Row(cells[0], case, tuple(cells[2:6]), cells[6], cells[7])
+            rows[case] = Row(cells[0], case, cells[2], cells[3])
     return rows
 
 

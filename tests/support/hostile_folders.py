@@ -126,7 +126,7 @@ def problems_with(folder: Path, mutation: Mutation, weights: Path, out: Path, ru
         found.append("a temporary file is left")
     both = ran["convert"].code == ran["verify"].code == 0
     unknowable = UNKNOWABLE.fullmatch(str(mutation)) or (
-        NO_CHECKSUMS.fullmatch(str(mutation)) and "damage to the data cannot be noticed" in ran["verify"].out
+        NO_CHECKSUMS.fullmatch(str(mutation)) and "damage to the data cannot be detected" in ran["verify"].out
     )
     if both and not unknowable and not _same(out, weights):
         found.append("verify and convert take it for whole, and the values are others")

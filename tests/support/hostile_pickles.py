@@ -24,7 +24,7 @@ from tests.support.hostile_inputs import (
 
 
 def pops(value: bytes) -> bytes:
-    """A dictionary with one entry; before it, a value that is made and thrown away."""
+    """A dictionary with one entry; before it, a value that is made and discarded."""
     return program(value + b"0}" + text("w") + W + b"s")
 
 

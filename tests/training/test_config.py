@@ -248,7 +248,7 @@ def refusal(*changes: str, asked: tuple[str, ...] = ()) -> Conflict:
 
 def test_a_changed_fixed_key_is_refused_with_both_values() -> None:
     error = refusal("data.batch=16", "models.main.args.dropout=0.5")
-    assert "runs/x cannot go on with a changed configuration" in error.what
+    assert "runs/x cannot continue with a changed configuration" in error.what
     assert "data.batch was 8, and is now 16" in error.what
     assert "models.main.args.dropout was 0.2, and is now 0.5" in error.what
     assert str(error.fix) == "Start another run: ckptool train runs/x/run.yaml --set run=OTHER, and the changes"

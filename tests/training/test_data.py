@@ -168,7 +168,7 @@ def test_nothing_is_held_out_of_a_stream() -> None:
     found = made("Stateful", test={"name": own("Stream")})
     assert list(found.data.validation(CPU)) == []
     assert found.data.dataset.read == 0
-    with pytest.raises(UsageError, match="Stream is a stream, and a set to evaluate on has a length and items"):
+    with pytest.raises(UsageError, match="Stream is a stream, but a data set for evaluation needs a length and items"):
         next(found.data.validation(CPU, on="test"))
     assert trainer(data={"name": "blobs", "val": {"name": "blobs"}}).config.data.val_fraction == 0
 

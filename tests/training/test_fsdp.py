@@ -173,7 +173,7 @@ def test_what_fails_in_one_process_fails_in_all_also_when_it_is_saved_meanwhile(
         def work(rank: int, path: Path = path, full: int = full, apart: str = apart) -> None:
             if rank == full:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
-            with pytest.raises(DiskFull, match="limit on file sizes"):
+            with pytest.raises(DiskFull, match="file size limit"):
                 run_to_end(path, "strategy=fsdp", *SHORT, f"save.async={apart}", **CONVS)
 
         processes(2, work)

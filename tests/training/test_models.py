@@ -67,7 +67,7 @@ def test_what_a_checkpoint_that_need_not_fit_lacks_is_told(tmp_path: Path) -> No
     assert torch.equal(made["blocks.0.0.weight"], whole["blocks.0.0.weight"] + 1)
     assert made["head.weight"].shape == (4, 4)
     (told,) = said
-    assert "1 skipped, of another shape: head.weight (f32 [9, 4] for f32 [4, 4])" in told
+    assert "1 skipped, as its shape differs: head.weight (f32 [9, 4] for f32 [4, 4])" in told
     assert "1 not in it: head.bias" in told
     assert "1 not in the model: old" in told
 

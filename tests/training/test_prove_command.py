@@ -75,11 +75,11 @@ def proved(words: list[str], **options: Any) -> Proof:
 SCRIPTS = Path(__file__).parent / "scripts"
 NAMED = {
     "scheduler": ("scheduler: `scheduler` (", "the learning rate of step "),
-    "generator": ("samples differ: the batch of step ", "`{generator}`, a generator, is in another state"),
-    "augmentation": ("samples differ: the batch of step ", "`{masks}`, a generator, is in another state"),
+    "generator": ("samples differ: the batch of step ", "`{generator}`, a generator, is in a different state"),
+    "augmentation": ("samples differ: the batch of step ", "`{masks}`, a generator, is in a different state"),
     "ema": ("EMA: the weights of `{ema}` (",),
     "ema in no file": ("EMA: the weights of `{ema}` (",),
-    "rng": ("the global generator of torch is in another state",),
+    "rng": ("the global generator of torch is in a different state",),
     "prefetch": ("samples differ: the batch of step ",),
 }
 NAMES = {
@@ -113,7 +113,7 @@ def test_a_torn_file_and_a_generator_without_a_seed_are_named(script: str) -> No
     assert ", half way through a write, and writes it in place (" in torn.findings[0]
     found = proved([str(SCRIPTS / f"{script}.py"), "unseeded"])
     assert (found.exit(), found.starts, found.kills, found.unstable[1]) == (2, 2, [], "from step 1 on")
-    assert f"`{NAMES[script]['masks']}`, a generator, is in another state" in found.unstable
+    assert f"`{NAMES[script]['masks']}`, a generator, is in a different state" in found.unstable
 
 
 LOOPS = Path(__file__).parents[2] / "examples" / "loops"
@@ -148,7 +148,7 @@ def test_a_script_without_torch_is_proved(tmp_path: Path) -> None:
     assert found.proved and not found.steps, found
     assert found.remarks == [
         "2 other files in the folder: not compared",
-        "no optimizer step of torch was seen: kills come by events, and no cause is named",
+        "no torch optimizer step was seen: kills come by events, and no cause can be named",
     ]
     assert "proved for 3 kills" in str(found)
 
@@ -226,8 +226,8 @@ def test_a_cause_is_put_back_in_one_more_start(
     resumed = found.kills[0].resumed
     assert found.kills[0].step and (resumed is None) == (fault == "both")
     if fault == "noise":
-        batch = f"samples differ: the batch of step {(resumed or 0) + 1} is not the one of the unbroken run"
-        assert found.causes[0].startswith(batch) and found.causes[1] == "`noise`, a generator, is in another state"
+        batch = f"samples differ: the batch of step {(resumed or 0) + 1} is not that of the unbroken run"
+        assert found.causes[0].startswith(batch) and found.causes[1] == "`noise`, a generator, is in a different state"
         assert found.confirmed == found.causes
     assert fault != "both" or (found.causes == [NOT_RESTORED] and not found.confirmed)
 
@@ -240,7 +240,7 @@ def test_without_a_compiler_kills_come_by_time(tmp_path: Path, monkeypatch: pyte
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"command": ["true"]}, UsageError, r"does not name \{run\}"),
+    ({"command": ["true"]}, UsageError, r"has no \{run\}"),
     ({"command": ["no-such-program", "{run}"]}, UsageError, "there is no program"),
     ({"config": "run.yaml", "command": ["true", "{run}"]}, UsageError, "no configuration"),
     ({"command": ["true", "{run}"]}, RunFailed, "no checkpoint"),
@@ -317,9 +317,9 @@ def test_the_variables_of_a_program_are_its_own_and_few(tmp_path: Path) -> None:
     assert "own_variable_of_a_program" not in tool.roots()
 
 
-BATCH = "samples differ: the batch of step 6 is not the one of the unbroken run"
+BATCH = "samples differ: the batch of step 6 is not that of the unbroken run"
 CHANGES: list[tuple[dict[str, Any], list[str]]] = [
-    ({"found": {"a.rng": "generator: x"}, "inputs": ["x"]}, [BATCH, "`a.rng`, a generator, is in another state"]),
+    ({"found": {"a.rng": "generator: x"}, "inputs": ["x"]}, [BATCH, "`a.rng`, a generator, is in a different state"]),
     (
         {"found": {"env.x": "attribute: 0"}, "inputs": ["x"]},  # a simulator that is saved nowhere
         [BATCH, "`env.x` (attribute) is 5 in the unbroken run and 0 after the restart"],
@@ -327,12 +327,9 @@ CHANGES: list[tuple[dict[str, Any], list[str]]] = [
     ({"inputs": ["batch 6"]}, [BATCH]),
     (
         {"found": {"rates": "scheduler: StepLR x"}},
-        ["scheduler: `rates` (StepLR) is not in the state of the unbroken run"],
+        ["scheduler: `rates` (StepLR) has a different state than in the unbroken run"],
     ),
-    (
-        {"found": {"ema": "weights: EMA x"}},
-        ["EMA: the weights of `ema` (EMA), which no optimizer trains, are not those"],
-    ),
+    ({"found": {"ema": "weights: EMA x"}}, ["EMA: the weights of `ema` (EMA), which no optimizer trains, differ"]),
     ({"state": "x"}, ["optimizer: the state of `opt` is not that of the unbroken run"]),
     (
         {"found": {"m.count": "module attribute: 0"}, "random": {"torch": "x"}},
@@ -379,10 +376,10 @@ def test_variables_that_were_looked_at_in_other_steps_are_not_compared() -> None
     """They are older; what is noted at each step is compared all the same."""
     change: dict[str, Any] = {"found": {"a.rng": "generator: x", "i": "value: x"}, "random": {"torch": "x"}}
     told = sentences(REFERENCE.divergence(life(4, step(4), step(5, **change, age=3), step(6, weights="x"))))
-    assert told == (6, ["the global generator of torch is in another state"])
+    assert told == (6, ["the global generator of torch is in a different state"])
     old = Reference([step(number, age=number % 4) for number in range(10)], STEPS)
     told = sentences(old.divergence(life(4, step(4), step(5, **change, age=1), step(6, weights="x"))))
-    assert told and "`a.rng`, a generator, is in another state" in told[1]
+    assert told and "`a.rng`, a generator, is in a different state" in told[1]
 
 
 def test_an_average_that_no_checkpoint_holds_is_found_at_the_end() -> None:

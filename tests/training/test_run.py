@@ -61,7 +61,7 @@ def of_no_module() -> dict[str, Any]:
 MEANINGLESS: dict[str, dict[str, Any]] = {
     "vocabulary is a dict, which has no state_dict": {"vocabulary": {}},
     "keep_lst is an int, which has no state_dict": {"keep_lst": 2},
-    "optimizer trains 1 parameter of no module that was given": of_no_module(),
+    "optimizer trains 1 parameter of no module that was passed": of_no_module(),
     "verify is 'sha256'": {"verify": "sha256"},
     "signals is": {"signals": ("BOGUS",)},
     "seed is 'x'": {"seed": "x"},
@@ -84,7 +84,7 @@ def other_groups(model: nn.Sequential) -> Any:
 
 
 OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "holds the state of scheduler, which this script does not give": lambda own: own.pop("scheduler"),
+    "holds the state of scheduler, which this script does not pass": lambda own: own.pop("scheduler"),
     "holds no state of ema": lambda own: own.update(ema=nn.Linear(1, 1)),
     "the state of model does not fit": lambda own: own.update(model=nn.Linear(4, 9)),
     "seed=None, the script has seed=3": lambda own: own.update(seed=3),
@@ -189,7 +189,7 @@ def test_epochs_end_where_they_end_and_a_finished_run_trains_no_more(tmp_path: P
             train(batch, **own)
             seen.append((step, run.epoch, int(batch[0, 0])))
         assert (seen, run.step) == (expected, 8)
-    assert said[-1] == "finished: 2 epochs of 2 are done; the loop goes on only if you ask for more"
+    assert said[-1] == "finished: 2 epochs of 2 are done; to train on, ask for more"
 
 
 def test_a_sampler_is_told_each_epoch_once_wherever_it_is_in_the_loader(tmp_path: Path) -> None:

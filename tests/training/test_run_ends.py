@@ -113,7 +113,7 @@ def test_a_run_that_break_ended_goes_on_where_more_is_asked_for(tmp_path: Path) 
                 if step == 2:
                     break
         assert seen == expected
-    assert "`break` ended this run at step 2; it goes on only if you ask for more steps" in said
+    assert "`break` ended this run at step 2; it trains on only if you ask for more steps" in said
 
 
 def test_an_exception_ends_no_run_and_saves_no_half_of_a_step(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ SENSELESS = [
     ("[1]", "line 1: not a mapping"),
     ("", "not a mapping"),
     ("join:\n  a: col", "line 2: 'col' is no way of joining"),
-    ("join:\n  a: row\n  a: column", "line 3: 'a' stands there twice"),
+    ("join:\n  a: row\n  a: column", "line 3: 'a' appears twice"),
     ("joins: {}", "line 1: 'joins' is none of join, layers"),
     ("join: {a: vocab}", "line 1: vocab takes rows"),
     ("join: {a: {vocab: x}}", "'x' has no value"),
@@ -222,7 +222,7 @@ REFUSED: list[tuple[list[State], dict[str, Any], str, type[CkptoolError], tuple[
     ([W, {}], {}, "join: {w: column}", UsageError, ("w is not in the files of tensor rank 1",)),
     ([W], {"args": Namespace(expert_model_parallel_size=2)}, "join: {w: column}", Unsupported, ("expert parallelism",)),
     ([{"w": torch.ones(2, 2)}, {"w": torch.ones(2, 3)}], {}, "join: {w: column}", CkptoolError,
-        ("w [4, 2]", "mp_rank_01 has elements outside of it")),
+        ("w [4, 2]", "mp_rank_01 reaches outside of it")),
 ]  # fmt: skip
 
 

@@ -130,8 +130,8 @@ def test_a_key_is_taken_apart(key: str, scheme: str, component: str, module: str
     ("node", "config", "message"),
     [
         (pair("base_model.model.q"), None, "does not say its alpha"),
-        ({"base_model.model.q.lora_A.weight": zeros(2, 6)}, CONFIG, "alone"),
-        (pair("base_model.model.q") | {"base_model.model.q.lora_A.bias": zeros(2)}, CONFIG, "alone"),
+        ({"base_model.model.q.lora_A.weight": zeros(2, 6)}, CONFIG, "has only"),
+        (pair("base_model.model.q") | {"base_model.model.q.lora_A.bias": zeros(2)}, CONFIG, "has only"),
         (pair("base_model.model.q", 0), CONFIG, "rank 0"),
         (pair("base_model.model.q", 4), CONFIG, "has rank 4, and 2 by its configuration"),
         (pair("base_model.model.q"), CONFIG | {"lora_alpha": None}, "not a number"),

@@ -130,11 +130,11 @@ def test_what_is_not_certain_is_refused(tmp_path: Path) -> None:
     gan = {"generator": weights, "discriminator": {f"x.{name}": value for name, value in weights.items()}}
     both = {"model": weights, "optimizer": some.state_dict()}
     for tree, form, out, error, words in (
-        (both, "names", "o.pt", Conflict, "cannot be known which slots"),
+        (both, "names", "o.pt", Conflict, "it is unclear which slots"),
         ({"optimizer": some.state_dict()}, "names", "o.pt", Conflict, "holds no weights"),
         ({**gan, "optimizer": two}, "names", "o.pt", Conflict, "all fit"),
         ({"model": weights, "optimizer": lbfgs}, "names", "o.pt", Unsupported, "LBFGS"),
-        (both, "names", "o.safetensors", UsageError, "takes only weights"),
+        (both, "names", "o.safetensors", UsageError, "holds only weights"),
         (weights, "ids", "o.pt", NoMatch, "no optimizer state"),
     ):
         with pytest.raises(error, match=words):
@@ -195,7 +195,7 @@ def test_keys_of_any_shape_are_gone_through_in_linear_time() -> None:
             ["param_groups.a.lr", *(f"state.{'a.' * 30_000}{number}" for number in range(20))],
         ):
             nested(dict.fromkeys(keys, 0.1))
-    with pytest.raises(Corrupt, match="runs through another value"):
+    with pytest.raises(Corrupt, match="leads through another value"):
         nested({"param_groups.a.lr": 1, "state.a.b": 1, "state.a.b.c": 1})
     shampoo = {"state": {"a.w": {"step": 1, "p": {"0": {"m": 2}}}}, "param_groups": [{"lr": [1], "params": ["a.w"]}]}
     assert nested(flattened(shampoo)) == shampoo

@@ -111,13 +111,13 @@ def test_views_flags_and_lazy_bits() -> None:
 @looped(
     ("old", "new", "how", "words"),
     [
-        ((198, 8), (257, 8), "bicubic", "198 tokens are no square.*cls=2"),
-        ((197, 8), (258, 8), "bicubic(cls=1)", "257 tokens are no square.*to=HxW.*cls=2"),
+        ((198, 8), (257, 8), "bicubic", "198 tokens are not a square.*cls=2"),
+        ((197, 8), (258, 8), "bicubic(cls=1)", "257 tokens are not a square.*to=HxW.*cls=2"),
         ((197, 8), (257, 9), "bicubic(cls=1)", "of which N differs"),
         ((197, 8), (257, 9), "bicubic", "of which N differs"),
         ((1, 197, 8), (1, 257, 9), "bicubic", "of which N differs"),
         ((196, 8), (100, 8), "bicubic(from=14x15)", "from=14x15 is 210 tokens, and the .* has 196"),
-        ((1, 8), (2, 8), "bicubic(cls=1)", "0 tokens are no square"),
+        ((1, 8), (2, 8), "bicubic(cls=1)", "0 tokens are not a square"),
         ((4, 8), (5, 8, 1), "rows", "Only the first dimension"),
         ((4, 8), (5, 9), "rows", "Only the first dimension"),
         ((0, 8), (5, 8), "rows(mean)", "There are no rows"),

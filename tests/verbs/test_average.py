@@ -254,7 +254,7 @@ def test_names_that_differ_by_a_prefix_alone_are_told_so(tmp_path: Path) -> None
     for files in ([plain, wrapped], [wrapped, plain], [plain, wrapped, plain]):
         with pytest.raises(Conflict) as caught:
             ckptool.average(files, tmp_path / "o.pt")
-        assert caught.value.fix == f"Only a prefix differs; take it off: ckptool strip-module {wrapped} -o OUT"
+        assert caught.value.fix == f"Only a prefix differs; remove it: ckptool strip-module {wrapped} -o OUT"
     assert "diff" in refused(Conflict, tmp_path, lambda: ckptool.average([plain, other], tmp_path / "o.pt")).fix
 
 

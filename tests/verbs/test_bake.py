@@ -76,9 +76,9 @@ def test_the_names_of_weight_norm_turn_into_each_other_exactly(tmp_path: Path) -
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     two = {"a.weight_g": (3, 1), "a.weight_v": (3, 2), "a.weight": (3, 2)}
     for code, says, shapes, options in (
-        ("conflict", "exists already", two, {}),
+        ("conflict", "already exists", two, {}),
         ("conflict", "not a norm", {"a.weight_g": (5, 1), "a.weight_v": (3, 2)}, {}),
-        ("conflict", "the mask is of another shape", {"a.weight_orig": (3, 2), "a.weight_mask": (2, 3)}, {}),
+        ("conflict", "the mask has a different shape", {"a.weight_orig": (3, 2), "a.weight_mask": (2, 3)}, {}),
         ("no-match", "no parametrized weights", {"a.weight": (2,)}, {}),
         ("usage", "given 'newest' as form", {"a.weight": (2,)}, {"form": "newest"}),
     ):

@@ -142,11 +142,11 @@ CHANGE = {"file": "b.tar", "out": "out.pt"}
 # Members, options, and what is said. An output of its own where none is given.
 REFUSED: list[tuple[dict[str, str] | None, dict[str, Any], type[CkptoolError], str]] = [
     ({}, {}, UsageError, "no members"),
-    (GAN, {"out": None}, UsageError, "needs to know where"),
+    (GAN, {"out": None}, UsageError, "needs an output"),
     ({"a": "none.pt"}, {}, errors.FileProblem, "none.pt"),
     ({"a": "D.pt#nowhere"}, {}, UsageError, "there is no nowhere"),
     ({"a": "G.pt"}, {"values": {"a": 1}}, Conflict, "two members are called 'a'"),
-    ({"A": "G.pt"}, {"values": {"a": 1}}, Conflict, "one name where case"),
+    ({"A": "G.pt"}, {"values": {"a": 1}}, Conflict, "the same name where case"),
     ({"ema": "G.pt"}, {"file": "b.tar"}, Conflict, "two members are called 'ema'"),
     (None, {**CHANGE, "drop": ["x"]}, UsageError, "no member 'x'"),
     (None, {**CHANGE, "rename": {"x": "y"}}, UsageError, "no member 'x'"),
@@ -294,7 +294,7 @@ def test_ties_between_members_come_back_unless_they_differ_now(tmp_path: Path) -
     changed["emb.weight"] += 1
     torch.save(changed, parts / "critic.pt")
     again = partial(ckptool.bundle, out=tmp_path / "no.pt", from_folder=parts)
-    refused("conflict", tmp_path, again, "were one tensor in the bundle, and differ now")
+    refused("conflict", tmp_path, again, "were one tensor in the bundle, but differ now")
 
 
 # What one storage can be seen as only by torch itself is refused on writing, as everywhere.
@@ -340,7 +340,11 @@ def test_mixed_and_edited_bundles_come_back_byte_for_byte(gan_bundle: Path) -> N
         ({"a": net_state(1), None: net_state(2)}, Conflict, "cannot be called None"),
         ({"a": net_state(1), None: 3}, Conflict, "neither a string nor a number"),
         (torch.ones(2), UsageError, "not a bundle"),
-        ({"a": {0: SHARED, "0": SHARED.clone()}, "b": {"w": SHARED}}, errors.Ambiguous, "a/0 leads to two tensors"),
+        (
+            {"a": {0: SHARED, "0": SHARED.clone()}, "b": {"w": SHARED}},
+            errors.Ambiguous,
+            "a/0 is the name of two tensors",
+        ),
     ],
 )
 def test_what_is_no_bundle(tmp_path: Path, tree: Any, error: type[CkptoolError], words: str) -> None:

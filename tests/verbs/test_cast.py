@@ -50,7 +50,7 @@ MOMENTS = {"state": {0: {"exp_avg": W, "exp_avg_sq": W}}, "param_groups": []}
         ({"a.w": W, "b.w": W}, {"exclude": "re:b"}, Conflict, r"a\.w shares its storage with b\.w, which is not cast"),
         ({"m": {"a.w": W}, "optimizer": MOMENTS}, {}, Conflict, "optimizer/state/0/exp_avg, which is not cast"),
         ({"a.w": CODES, "b.w": CODES.view(torch.float8_e5m2)}, {}, Conflict, "shares its storage with a.w, which is"),
-        ({"a.w": FLOAT8, "b.w": FLOAT8.view(torch.float8_e5m2)}, {}, Conflict, "seen as two types"),
+        ({"a.w": FLOAT8, "b.w": FLOAT8.view(torch.float8_e5m2)}, {}, Conflict, "viewed as two dtypes"),
         ({"a.w": W}, {"only": "c.*"}, NoMatch, r"'c\.\*' matches no key"),
         ({"a.w": W}, {"exclude": "c.*"}, NoMatch, r"'c\.\*' matches no key"),
     ],
@@ -67,7 +67,7 @@ def test_the_state_of_an_optimizer_keeps_its_types(tmp_path: Path) -> None:
     moments = {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": [{"params": [0]}]}
     file = saved({"model": {"a.w": W}, "optimizer": moments}, tmp_path / "in.pt")
     done = ckptool.cast(file, tmp_path / "out.pt", dtype="bf16")
-    assert "the optimizer's state stays in its own types" in str(done)
+    assert "the optimizer's state keeps its dtypes" in str(done)
     assert load(tmp_path / "out.pt")["optimizer"]["state"][0]["exp_avg"].dtype is torch.float32
     assert "own types" not in str(ckptool.cast(f"{file}#model", tmp_path / "m.pt", dtype="bf16"))
     state = saved(moments, tmp_path / "o.pt")
@@ -221,8 +221,8 @@ def test_versions_of_gptq_that_contradict(tmp_path: Path) -> None:
     full = {**case.tensors, "a.qzeros": torch.full_like(case.tensors["a.qzeros"], -1)}
     far["a.g_idx"] = far["a.g_idx"] + 1
     for error, says, change in (
-        (Ambiguous, "does not settle", {"config": {**case.config, "sym": True}}),
-        (Ambiguous, "does not settle", {"config": {}}),
+        (Ambiguous, "does not say", {"config": {**case.config, "sym": True}}),
+        (Ambiguous, "does not say", {"config": {}}),
         (Ambiguous, "15 to 15", {"tensors": full}),
         (CkptoolError, "reaches 4 of 4", {"tensors": far}),
     ):
@@ -241,7 +241,7 @@ def ct(weights: Any = None, **fields: Any) -> dict[str, Any]:
     [
         ({"quant_method": "hqq"}, "'hqq' is not known"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "'marlin' of gptq"),
-        ({"quant_method": "awq"}, "is not quantized as awq does it"),
+        ({"quant_method": "awq"}, "is not quantized the way awq does it"),
         *(({"quant_method": "fp8", key: of}, f"'{key}") for key, of in (("hadamard", True), ("fmt", "e3m4"))),
         ({"quant_method": "fp8", "scale_fmt": "log2"}, "'scale_fmt=log2'"),
         (ct(format="marlin-24"), "'marlin-24' of compressed-tensors"),
@@ -281,7 +281,7 @@ def test_scales_of_activations_are_left_out_by_name(tmp_path: Path) -> None:
     done = ckptool.cast(
         tmp_path / "in/model.safetensors", tmp_path / "o.pt", dtype="bf16", dequantize=True, dry_run=True
     )
-    assert "left out, of activations: a.input_scale, a.k_scale" in done.details
+    assert "left out, scales of activations: a.input_scale, a.k_scale" in done.details
 
 
 def broken(case: Case, rng: random.Random) -> Case:

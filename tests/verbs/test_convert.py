@@ -176,7 +176,7 @@ def test_a_folder_of_the_same_model_has_to_have_a_configuration(tmp_path: Path) 
     convert = partial(ckptool.convert, file, f"{tmp_path / 'out'}/", like=like)
     refused("usage", tmp_path, convert, r"has no config\.json or")
     (like / "config.json").write_text("{")
-    refused("usage", tmp_path, convert, "of a library that is known")
+    refused("usage", tmp_path, convert, "of a library that ckptool knows")
     refused("usage", tmp_path, lambda: ckptool.convert(file, tmp_path / "o.pt", like=like), "like writes a folder")
 
 

@@ -158,8 +158,8 @@ def test_a_loop_of_ones_own_goes_on_with_its_script(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sys, "argv", ["mine/train.py"])
     model = torch.nn.Linear(2, 1)
     for steps, told in (
-        (3, "done at step 3; to go on, give the loop in train.py more steps or epochs, and run it again"),
-        (4, "done at step 4; to go on, give the loop in train.py more steps or epochs, and run it again"),
+        (3, "done at step 3; to train on, give the loop in train.py more steps or epochs, and run it again"),
+        (4, "done at step 4; to train on, give the loop in train.py more steps or epochs, and run it again"),
         (6, "done at step 6; to go on"),
     ):
         with ckptool.Run(tmp_path / "run", model=model, say=lambda text: None) as run:
@@ -195,7 +195,7 @@ def test_the_command_that_is_printed_of_a_run_works(typed: Typed, changes: tuple
     for path in Path("runs/x/checkpoints").glob("*.pt"):
         cut_short(path)
     said = typed("inspect", "runs/x")[1]
-    assert "none of them is whole, so it cannot go on" in said and "ckptool" not in said
+    assert "none of them is whole, so it cannot resume" in said and "ckptool" not in said
 
 
 class Foreign:
@@ -286,7 +286,7 @@ def test_the_command(some_folder: Path, tmp_path: Path, run: Run) -> None:
         folder.mkdir()
     (bad / "a.pt").touch()
     clean, foreign = checkpoint(files / "clean.pt"), checkpoint(files / "foreign.pt", config=Foreign())
-    unread = "not compared with its checksums"
+    unread = "data checksums were not verified"
     for words, code, said in (
         ((some_folder, "--latest-good", "-q"), 0, f"{some_folder / 'd.pt'}\n"),
         ((some_folder, "--latest-good"), 0, "its data was not read: --full)"),

@@ -260,7 +260,7 @@ def test_what_it_does_not_do(tmp_path: Path, run: Run) -> None:
     faulty(("module.", "nested"), file)
     torch.save(lab.state("wider"), tmp_path / "wider.pt")
     for words, said in (
-        ((file, "--fix"), "where to write"),
+        ((file, "--fix"), "an output"),
         ((file, "-o", out), "without --fix"),
         ((file, "--fix", "-o", out, "--in-place"), "--in-place"),
         (("--fix", "-o", out), "nothing to look at"),
@@ -273,7 +273,7 @@ def test_what_it_does_not_do(tmp_path: Path, run: Run) -> None:
         ended = run("doctor", *words)
         assert ended.code == 2 and said in ended.err and not out.exists(), (words, ended)
     out.write_text("there")
-    assert "exists already" in run("doctor", file, "--fix", "-o", out).err and out.read_text() == "there"
+    assert "already exists" in run("doctor", file, "--fix", "-o", out).err and out.read_text() == "there"
     assert run("doctor", f"{file}#state_dict", "--fix", "-o", out, "-f").code == 0
     lab.model().load_state_dict(torch.load(out, weights_only=True))
 

@@ -96,14 +96,19 @@ KINDS |= {"up.a.bias": torch.ones(6), "up.b.bias": torch.ones(8)}
         ({}, {}, NoMatch, "have the same values"),
         ({"up.q.weight": torch.full((6, 6), math.nan)}, {}, Conflict, "up.q.weight has infinities or NaN"),
         (Q, {"base": KINDS}, Unsupported, "up.q.weight is square, .* both kinds"),
-        (Q, {"rank": 7}, UsageError, "rank 7 is more than that of any matrix"),
+        (Q, {"rank": 7}, UsageError, "rank 7 is higher than that of any matrix"),
         (Q, {"rank": 0}, UsageError, "rank 0 is not from 1"),
         (Q, {"rank": 10**9}, UsageError, "is not from 1"),
         (Q, {"only": "up.k.*"}, NoMatch, "have the same values"),
         (Q, {"only": "nothing"}, NoMatch, "matches no key"),
         ({"norm.weight": torch.zeros(6)}, {}, Unsupported, "no layer's matrix differs"),
         ({"up.q.weight": torch.ones(6, 6, dtype=torch.int8)}, {}, Unsupported, "up.q.weight is quantized"),
-        ({"scale": torch.ones(3)}, {"base": {"scale": torch.zeros(3)}}, Unsupported, "scale changed, and is no tensor"),
+        (
+            {"scale": torch.ones(3)},
+            {"base": {"scale": torch.zeros(3)}},
+            Unsupported,
+            "scale changed, but a PEFT adapter",
+        ),
     ],
 )
 def test_what_cannot_be_extracted_is_named(
@@ -126,7 +131,7 @@ def test_a_smaller_rank_is_the_nearest(tmp_path: Path) -> None:
     tensors = halves("a.q", rank=3) | halves("b.q", seed=1)
     config = {"rank_pattern": {"a.q": 3}, "lora_alpha": 6, "target_modules": ["q"], "task_type": "CAUSAL_LM"}
     adapter = peft(tmp_path / "a", tensors, **config)
-    with pytest.raises(UsageError, match="rank 4 is more than any module"):
+    with pytest.raises(UsageError, match="rank 4 is higher than that of any module"):
         ckptool.lora_resize(adapter, tmp_path / "large", rank=4)
     report = ckptool.lora_resize(adapter, tmp_path / "two", rank=2)
     made, two = config_of(tmp_path / "two"), tensors_of(tmp_path / "two")
@@ -218,7 +223,7 @@ def test_underscores_of_other_models_need_the_base(tmp_path: Path) -> None:
     )
     both = r"layers_0_q_a\.weight is layers\.0\.q\.a\.weight, layers\.0\.q_a\.weight"
     for base, kind, message in (
-        ([], NoMatch, "1 module of 1 could not be told: layers_0_q_a"),
+        ([], NoMatch, "1 module of 1 cannot be resolved: layers_0_q_a"),
         (other, NoMatch, "No base has them"),
         ([first, second], Conflict, both),
     ):
@@ -234,7 +239,7 @@ def test_scales_of_diffusers_stand_in_the_metadata(tmp_path: Path) -> None:
     fields = metadata_of(tmp_path / "d.safetensors")
     found = fields["unet.lora_alpha"], fields["unet.r"], fields["unet.rank_pattern"]
     assert found in ((4, 4, {"^q": 2}), (4, 2, {"^k": 4}))
-    with pytest.raises(Unsupported, match="has no place for the scales"):
+    with pytest.raises(Unsupported, match="cannot hold the scales"):
         ckptool.lora_convert(adapter, tmp_path / "d.pt", to="diffusers")
 
 
@@ -279,7 +284,7 @@ def test_rs_lora_keeps_its_scale(tmp_path: Path) -> None:
 def test_names_of_diffusers_models_say_which_it_is_for(module: str, prefix: str, tmp_path: Path) -> None:
     report = ckptool.lora_convert(peft(tmp_path / "a", halves(module)), tmp_path / "k.safetensors", to="kohya")
     assert all(key.startswith(prefix) for key in load_file(tmp_path / "k.safetensors"))
-    assert f"taken for {prefix}" in str(report)
+    assert f"assumed {prefix}" in str(report)
 
 
 @pytest.mark.parametrize(

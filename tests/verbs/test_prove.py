@@ -76,7 +76,7 @@ def test_a_run_with_chance_in_it_is_told_before_anything_is_killed(tmp_path: Pat
     found = ckptool.prove(written(tmp_path, task=f"{tmp_path / 'mine.py'}:task"), steps=12, kills=1)
     shutil.rmtree(found.kept)
     assert (found.exit(), found.starts, found.kills) == (2, 2, [])
-    assert found.unstable[1:] == ["from step 1 on", "`dice`, a generator, is in another state"]
+    assert found.unstable[1:] == ["from step 1 on", "`dice`, a generator, is in a different state"]
 
 
 @pytest.mark.soak
@@ -130,6 +130,6 @@ def test_a_checkpoint_that_is_lost_is_noticed(tmp_path: Path) -> None:
 def test_kills_after_which_all_began_again_prove_no_resuming() -> None:
     kills = [Kill(9, "rename", 0), Kill(11, "any moment", 0)]
     proof = Proof(("x", "{run}"), "preload", 24, 1.5, {"rename": 2}, ("a.pt",), kills, starts=5)
-    assert (proof.proved, proof.exit()) == (False, 2) and "no checkpoint was there yet" in str(proof)
+    assert (proof.proved, proof.exit()) == (False, 2) and "there was no checkpoint yet" in str(proof)
     for resumed in (4, None):  # as where no steps are seen
         assert replace(proof, kills=[*kills, Kill(12, "rename", resumed)]).proved

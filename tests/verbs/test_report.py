@@ -221,7 +221,7 @@ def test_a_damaged_checkpoint_of_a_run_is_named_and_the_rest_is_shown(
     for one in found.run.checkpoints:
         if one.state == "good":
             cut_short(Path(one.path))
-    with pytest.raises(UsageError, match="no checkpoint that is whole"):
+    with pytest.raises(UsageError, match="no intact checkpoint"):
         ckptool.report(a_run)
 
 

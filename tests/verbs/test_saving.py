@@ -153,7 +153,7 @@ def test_shards_are_not_called_like_their_index_and_permissions_count(
         patched.setattr(os, "access", lambda path, mode: False)
         refused("io", tmp_path, lambda: ckptool.strip_module(file, in_place=True), "no permission")
     for options in ({"shard_size": "1MB"}, {"container": "sharded"}):
-        with pytest.raises(UsageError, match="is the name of an index"):
+        with pytest.raises(UsageError, match="is an index's name"):
             ckptool.convert(file, tmp_path / "D" / "model.safetensors.index.json", **options)
 
 

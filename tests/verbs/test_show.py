@@ -59,7 +59,7 @@ def test_texts_are_shown_as_they_are(tmp_path: Path) -> None:
     file = saved(tree, tmp_path / "t.pt")
     assert report_text(ckptool.show(file, at="config")) == "\n# a\n\n\nb: \\x1b[31m\n\n"
     assert report_text(ckptool.show(file, at="none")) == "\n"
-    assert str(ckptool.show(file, at="long")) == "text: a text of 9 lines"
+    assert str(ckptool.show(file, at="long")) == "text: a string of 9 lines"
     assert str(ckptool.show(file, at="flat")) == "0: [1, 2]\n1:\n  x: ()"
     assert str(ckptool.show(saved({"w": torch.ones(2, 2, 1, 1)}, tmp_path / "w.pt"), at="w")).count("\n\n\n") == 1
 

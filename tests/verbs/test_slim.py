@@ -22,7 +22,7 @@ def test_an_optimizer_in_a_list_leaves_the_list(tmp_path: Path) -> None:
     ckptool.slim(saved({"optimizer_states": [optimizer], "state_dict": state}, tmp_path / "in.pt"), tmp_path / "out.pt")
     assert_same_objects(load(tmp_path / "out.pt"), {"optimizer_states": [], "state_dict": state})
     alone = saved(optimizer, tmp_path / "alone.pt")
-    says = "whole file is the state of an optimizer"
+    says = "whole file is optimizer state"
     refused("usage", tmp_path, lambda: ckptool.slim(alone, tmp_path / "no.pt"), says)
     refused("usage", tmp_path, lambda: ckptool.slim(alone, in_place=True), "slim writes a new file")
 

@@ -106,7 +106,7 @@ def test_a_run_to_begin_with_trains_and_resumes_as_it_is(typed: Typed, tmp_path:
     whole, parts = (Path(run) / "checkpoints/step-00000009.pt" for run in ("b", "runs/first"))
     assert whole.read_bytes() == parts.read_bytes()
     code, _, err = typed("train", "--init", "new/first")
-    assert (code, "new/first/model.py exists already" in err) == (2, True)
+    assert (code, "new/first/model.py already exists" in err) == (2, True)
     assert all(len(line) <= 120 for line in Path("new/first/model.py").read_text().splitlines())
 
 
@@ -285,7 +285,7 @@ def test_a_disk_that_is_full(typed: Typed, tmp_path: Path) -> None:
     code = f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({size - 100}, {size - 100}))\n"
     code += "from ckptool import cli; sys.exit(cli.main(['resume', 'runs/x', '-q', '--set', 'train.steps=25']))"
     done = python(code)
-    assert done.returncode == 2 and "the limit on file sizes was reached" in done.stderr
+    assert done.returncode == 2 and "the file size limit was reached" in done.stderr
     assert "Make room, then resume: ckptool resume runs/x" in done.stderr and "Exception" not in done.stderr
     assert contents_but_lock("runs/x/checkpoints") == before
     assert typed("resume", "runs/x", "-q", "--set", "train.steps=25")[0] == 0
@@ -357,7 +357,7 @@ def test_resume_must_have_something(tmp_path: Path) -> None:
     refused("usage", tmp_path, lambda: start(config(run=tmp_path / "none"), resume="must"), "is not a run")
     run = begun(tmp_path)
     (run / "run.yaml").write_text((run / "run.yaml").read_text().partition("\n")[2])
-    with pytest.raises(Corrupt, match="is not the configuration of a run"):
+    with pytest.raises(Corrupt, match="is not a run's configuration"):
         on(run)
 
 

@@ -68,7 +68,7 @@ def test_where_there_are_no_checksums_it_says_so(tmp_path: Path) -> None:
         data[-1] ^= change
         found = verify(written(bytes(data), path))
         assert found.fine and (found.checksums, found.checked, found.checked_bytes) == ("none", 0, 0)
-        assert "no checksums stored: damage to the data cannot be noticed" in str(found)
+        assert "no checksums stored: damage to the data cannot be detected" in str(found)
         assert found.to_dict()["checksums"] == "none"
 
 
@@ -354,7 +354,7 @@ DAMAGED = {
     "a list": (b"[1]", Unsupported, "not a file of digests"),
     "nested without end": (b"[" * 200_000, Unsupported, "not a file of digests"),
     "another schema": (b'{"schema": "ckptool.inspect/1"}', Unsupported, "not a file of digests"),
-    "a later version": (b'{"schema": "ckptool.digests/2"}', Unsupported, "another version"),
+    "a later version": (b'{"schema": "ckptool.digests/2"}', Unsupported, "an unsupported version"),
     "a changed digest": (digests_file(digests()).replace(b'"1111', b'"2111'), Corrupt, "its own root digest"),
     "a line gone": (
         digests_file(LONE).replace(LONE.root.encode(), digests().root.encode()),

@@ -113,10 +113,10 @@ def warm_start_refused(
     [
         ("{code}:nothing", "has no nothing"),
         ("{code}:number", "made int, not a torch.nn.Module"),
-        ("{code}", "name what in it builds the model"),
+        ("{code}", "name what builds the model in it"),
         ("{folder}/none.py:build", "there is no file"),
         ("no_such_module_1:build", "there is no module no_such_module_1"),
-        ("model:1", "neither a file nor a name"),
+        ("model:1", "neither a file nor code"),
     ],
 )
 def test_targets_that_are_none(tmp_path: Path, code: Path, name: str, words: str) -> None:
@@ -216,7 +216,7 @@ def test_a_folder_has_the_configuration_of_the_model(tmp_path: Path, run: Run) -
         ({"resize": ["pos_embed"]}, UsageError, "not of the form PATTERN=HOW"),
         ({"resize": ["pos_embed=lanczos"]}, UsageError, "unknown way"),
         ({"resize": ["pos_embed=rows"]}, UsageError, "pos_embed .*Only the first dimension"),
-        ({"resize": ["pos_embed=bicubic"]}, UsageError, "pos_embed .*17 tokens are no square.*cls=1"),
+        ({"resize": ["pos_embed=bicubic"]}, UsageError, "pos_embed .*17 tokens are not a square.*cls=1"),
     ],
 )
 def test_ways_that_lead_nowhere_are_errors(tmp_path: Path, options: Any, error: Any, words: str) -> None:
@@ -361,7 +361,7 @@ def test_slots() -> None:
         optimizer([(9,)]),
         {"state": {}, "param_groups": [{"params": [0, 1]}]},
     ):
-        with pytest.raises(Conflict, match="cannot be known"):
+        with pytest.raises(Conflict, match="it is unclear"):
             Slots(wrong, "o").names(weights, None)
     with pytest.raises(Conflict, match="in two groups"):
         Slots({"state": {}, "param_groups": [{"params": [0, 0]}]}, "o").names(weights, None)

@@ -71,7 +71,7 @@ def read(source: Input) -> Checkpoint:
                     joiner.not_compared.append(name)
                 if same is False:
                     whose, theirs = owner_of(first.relative_path), owner_of(other.relative_path)
-                    joiner.different[name] = f"that of {whose} is taken, {theirs} has another"
+                    joiner.different[name] = f"the one of {whose} is used; {theirs} has a different one"
                     break
             values[name] = payloads.object(name, first)
             continue
@@ -87,7 +87,7 @@ def read(source: Input) -> Checkpoint:
     if tree is None:
         tree, restored = with_optimizers(_nested(tables, values))
         if not tables.paths and any("." in name for name in values):
-            what = "the nesting of the names is not recorded, so they stay as torch flattened them"
+            what = "the nesting of the names is not recorded, so they stay flattened"
             notes.append(Note("flat-names", what))
         notes += restored
     notes += joiner.notes_of_replicas()
@@ -98,8 +98,8 @@ def read(source: Input) -> Checkpoint:
     strays = [name for name in folder.names if name.endswith(ends) and name not in {*tables.files, *names}]
     if stale := [name for name in strays if size_at(os.path.join(folder.path, name))[0]]:  # an empty one has no values
         whose = METADATA if METADATA in names else "the ranks' tables"
-        what = f"{counted(len(stale), 'file is', 'files are')} of no value in {whose}"
-        notes.append(Note("stale-shards", f"{what}, perhaps left from another run: {listed(stale, 3)}"))
+        what = f"{counted(len(stale), 'file is', 'files are')} used by no value in {whose}"
+        notes.append(Note("stale-shards", f"{what}, perhaps left over from another run: {listed(stale, 3)}"))
     part = None
     if any(name.rpartition(".")[2].startswith("_flat_param") for name in tables.values):  # whole as the vector may be
         meaning = "FSDP1 saved it with LOCAL_STATE_DICT: _flat_param has the parameters of all ranks in one vector, "
@@ -120,18 +120,18 @@ def _no_table(folder: Folder, is_file: bool) -> CkptoolError:
     if is_file:
         return OnlyAPart(
             f"{folder} is what one rank saved of a checkpoint",
-            f"Only the folder is one, with the table of what is in the ranks' files ({METADATA}).",
+            f"Only the folder is one, with the table of the ranks' files ({METADATA}).",
             f"Name the folder: {command('inspect', folder.path)}",
         )
     if METADATA + ".tmp" in folder:
         table = os.path.join(folder.path, METADATA)
         return Truncated(
             f"{folder} holds {METADATA}.tmp and no {METADATA}",
-            "It is renamed when all of it is written: the run was stopped while it saved, or between the two.",
-            f"Try whether it is whole: {other_program('cp', f'{table}.tmp', table)}, then verify the folder",
+            "It is renamed when the save is complete: the run was stopped before that.",
+            f"To see whether it is whole: {other_program('cp', f'{table}.tmp', table)}, then verify the folder",
         )
     what = f"{folder} holds {SUFFIX} files and no {METADATA}"
-    why = "It is written last: the run was stopped while it saved, or the file was not copied along."
+    why = "It is written last: the run was stopped while saving, or the file was not copied along."
     return Truncated(what, why, "Copy the whole folder, or take an earlier checkpoint.")
 
 
@@ -173,9 +173,9 @@ def _nested(tables: Tables, values: dict[str, Any]) -> dict[Any, Any]:
         if not isinstance(path, (tuple, list)) or not path or type(path[0]) is not str:
             raise tables.damaged(f"has no path for {name}")
         if len(path) > MAX_DEPTH:
-            raise LimitExceeded(f"{tables.folder}: {name[:80]} is nested {len(path):,} deep", "No checkpoint is.")
+            raise LimitExceeded(f"{tables.folder}: {name[:80]} is nested {len(path):,} deep", "No real checkpoint is.")
         if not all(type(key) in (str, int) for key in path):
-            raise tables.damaged(f"has a path for {name} that is not of names and numbers")
+            raise tables.damaged(f"has a path for {name} that is not made of names and numbers")
         node = root
         for key in path[:-1]:
             if key not in node:
@@ -184,7 +184,7 @@ def _nested(tables: Tables, values: dict[str, Any]) -> dict[Any, Any]:
                 holders.append((node, key))
             node = node[key]
             if id(node) not in holder_ids:
-                raise tables.damaged(f"has a path for {name} that goes through another value")
+                raise tables.damaged(f"has a path for {name} that leads through another value")
         if path[-1] in node:
             raise tables.damaged(f"has one path for two values, {name} and another")
         node[path[-1]] = value
@@ -192,10 +192,10 @@ def _nested(tables: Tables, values: dict[str, Any]) -> dict[Any, Any]:
         children = parent[key]
         numbers = sum(type(key) is int for key in children)
         if 0 < numbers < len(children):
-            raise tables.damaged(f"has a path for {key} that goes through another value: names and numbers are in it")
+            raise tables.damaged(f"has a path for {key} that leads through another value: names and numbers are in it")
         if numbers:  # the elements in order; torch records no empty dictionaries, and reads None in their places
             last = max(children)
             if min(children) < 0 or last > 4 * len(children) + 1_000:
-                raise tables.damaged(f"has a list with an element {last:,} and only {len(children):,} in all")
+                raise tables.damaged(f"has a list with an element {last:,} but only {len(children):,} in all")
             parent[key] = [children.get(i) for i in range(last + 1)]
     return root

@@ -191,7 +191,7 @@ class Payloads:
         if not isinstance(like, TensorEntry) or (like.shape, like.dtype) != (chunk.sizes, dtype):
             claim = f"the chunk of {name} at {list(chunk.offsets)} should be {dtype}{list(chunk.sizes)}"
             what = f"{self.folder}: {claim}, the file of {owner_of(chunk.place.relative_path)} has {brief(like, 100)}"
-            raise Corrupt(what, "The files are of two checkpoints, one was damaged, or ranks overwrote each other's.")
+            raise Corrupt(what, "The files come from two checkpoints, one is damaged, or ranks overwrote each other's.")
         return value  # type: ignore[no-any-return]
 
     def expect(self, places: Iterable[Place]) -> None:
@@ -247,7 +247,7 @@ class Payloads:
             return False
         what = f"{self.folder}: {name}"
         if [*place.transform_descriptors] != [ZSTD]:
-            why = "An extension of torch's writer did that; only it can undo it."
+            why = "An extension of torch's writer did that, and only that can undo it."
             fix = "With torch: load it with the same extension, and save it without."
             raise Unsupported(f"{what} is packed by {listed(place.transform_descriptors)}", why, fix)
         if find_spec("zstandard") is None:
@@ -278,7 +278,7 @@ class Payloads:
         entry, begin = tree.get(name), list(chunk.offsets)
         if not isinstance(entry, TensorEntry) or offsets.get(name, begin) != begin:
             what = f"{file} has no chunk of {name} at {begin} in its safetensors"
-            raise Corrupt(what, "Its writer keeps one chunk of each name; the table belongs to another checkpoint.")
+            raise Corrupt(what, "That writer saves one chunk of each name; the table belongs to another checkpoint.")
         return entry
 
 
@@ -349,13 +349,13 @@ def inflate(part: Part, limit: int) -> Checkpoint:
             while data := reader.read(1 << 18):
                 if file.tell() + len(data) > limit:
                     what = f"{part} inflates to more than {limit:,} bytes"
-                    raise LimitExceeded(what, "That is more than its tensor can take; the file is probably malicious.")
+                    raise LimitExceeded(what, "That is more than its tensor holds; the file is probably malicious.")
                 file.write(data)
             file.flush()
             source = Source(str(part), os.dup(file.fileno()))
     except zstandard.ZstdError as error:
         what = f"{part} cannot be inflated: {error!s}"
-        raise Corrupt(what, "It was damaged, or is not compressed with zstd as torch does it.") from None
+        raise Corrupt(what, "It was damaged, or is not compressed with zstd the way torch does it.") from None
     except OSError as error:
         raise file_problem(error, tempfile.gettempdir(), "write") from error
     try:

@@ -27,7 +27,7 @@ from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg
 from ckptool.errors import LimitExceeded, Unsupported, UsageError, listed
 from ckptool.facts import dataclass, field
-from ckptool.formats import torch_zip
+from ckptool.formats import marks, torch_zip
 from ckptool.formats.checksums import checksummed
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.tables import MAX_METADATA, METADATA, Chunk, Place
@@ -93,12 +93,14 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     lost = tree_pickle.lost_in_table(flat)
     if saving.strides_lost:
         lost.setdefault(tree_pickle.STRIDES, saving.strides_lost)
+    if marks.RECOVERED in checkpoint.metadata:
+        lost[tree_pickle.MARK] = ""
     reserved = [
         name for name in flat.values if name == tree_pickle.NAME or (lost and name.startswith(f"{tree_pickle.NAME}."))
     ]
     if reserved:
         raise Unsupported(
-            f"{reserved[0]} is a name of ckptool's own in a .dcp folder", "It would be lost.", "Rename it first."
+            f"{reserved[0]} is a name that ckptool reserves in a .dcp folder", "It would be lost.", "Rename it first."
         )
     notes: tuple[Note, ...] = ()
     if lost:
@@ -108,7 +110,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             flat.add((name,), (name,), as_bytes(storage))
             saving.add_whole(name, flat.values[name])
         losses = listed([f"{what} ({where or 'the top'})" for what, where in lost.items()], len(lost))
-        lead = f"the tensor {tree_pickle.NAME} keeps, for readers of ckptool, what torch cannot say here"
+        lead = f"what torch cannot express here is kept in the tensor {tree_pickle.NAME}"
         notes = (Note(KEPT, f"{lead}: {losses}"),)
     # What is not divided goes to the rank that has least by then.
     heap = [(file.size, rank) for rank, file in enumerate(saving.files)]
@@ -122,7 +124,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     table = table_pickle(flat, saving.chunks)
     if (size := sum(part.length for part in table)) > MAX_METADATA:
         what = f"the table would have {size:,} bytes"
-        raise LimitExceeded(what, f"At most {MAX_METADATA:,} are read.", f"Write it for fewer ranks: {arg('ranks')}")
+        raise LimitExceeded(what, f"The limit is {MAX_METADATA:,}.", f"Write it for fewer ranks:  {arg('ranks')}")
     files[METADATA] = table
     return Plan(files, saving.checks, notes=notes)
 

@@ -205,14 +205,14 @@ class Tables:
         """Reads a table, and adds what it says to what the others say."""
         source, odd = self.folder.open(name), list[Any]()
         if source.size > MAX_METADATA:
-            raise LimitExceeded(f"{source} has {source.size:,} bytes", f"At most {MAX_METADATA:,} are read.")
+            raise LimitExceeded(f"{source} has {source.size:,} bytes", f"ckptool reads at most {MAX_METADATA:,}.")
         data = source.read(0, source.size)
         decoded = decode(data, no_storage, _builders(odd), name=str(source), file_bytes=source.size)
         if decoded.end != len(data):
             what = f"{source} has {len(data) - decoded.end:,} bytes after its end"
-            raise Ambiguous(what, "Another pickle may be hidden there.")
+            raise Ambiguous(what, "A second pickle may be hidden there.")
         if _class_name(decoded.root) not in ("Metadata", "MCoreMetadata"):
-            what = f"{self.folder} is a folder, and its {name} is not that of torch.distributed.checkpoint"
+            what = f"{self.folder} is a folder, but its {name} is not that of torch.distributed.checkpoint"
             fix = f"Name the file: {other_program('ls', self.folder.path)}"
             raise NotACheckpoint(what, "Another program wrote it.", fix)
         self.discarded += [*decoded.aside(), *(state for state in odd if not is_inert(state))]
@@ -265,11 +265,11 @@ class Tables:
         elif isinstance(row, _Object):
             value, blocks = Saved(), [_Block((), ())]
         else:
-            raise self.damaged(f"says of {name} that it is a {_class_name(row) or type(row).__name__}", table)
+            raise self.damaged(f"describes {name} as {_class_name(row) or type(row).__name__}", table)
         saved = self.values.setdefault(name, value)
         if (saved.shape, saved.dtype) != (value.shape, value.dtype):
-            what = f"{self.folder}: {name} is {saved} in one of its tables, and {value} in {table}"
-            raise Conflict(what, "The tables are of two checkpoints.", "Copy the folder again, or take another one.")
+            what = f"{self.folder}: {name} is {saved} in one of its tables, but {value} in {table}"
+            raise Conflict(what, "The tables come from two checkpoints.", "Copy the folder again, or take another one.")
         seen: set[Box] = set()
         for block in blocks if isinstance(blocks, list) else [None]:
             box = (block.offsets, block.sizes) if isinstance(block, _Block) else (None, None)

@@ -35,12 +35,12 @@ from ckptool.formats.whole_tree import DAMAGE, KEY, MAX_PICKLE, PickledStorages,
 FREE_NAMES = 10_000
 NAMES_PER_PART = 4
 
-KEYS = "keys that are not text"
+KEYS = "keys that are not strings"
 EMPTY = "empty dictionaries"
 ORDERED = "ordered dictionaries and what is set on them (_metadata)"
-SHARED = "objects that stand in several places"
-PARAMETERS = "what is a Parameter"
-OPTIMIZERS = "that keys of an optimizer are flat, or its numbers text"
+SHARED = "objects that appear in several places"
+PARAMETERS = "which tensors are Parameters"
+OPTIMIZERS = "an optimizer's flat keys, or numbers kept as strings"
 RESTORED = "optimizer-keys"  # of the notes
 
 
@@ -56,8 +56,8 @@ class FlatNames:
     def __init__(self, tree: Any) -> None:
         if not isinstance(tree, dict):
             raise Unsupported(
-                "a dcp folder holds a dictionary, nothing else",
-                "torch.distributed.checkpoint saves dictionaries alone.",
+                "a dcp folder holds a dictionary and nothing else",
+                "torch.distributed.checkpoint saves only dictionaries.",
                 f"Choose a part: FILE#ADDRESS; or write a torch file: {arg(container='torch-zip')}",
             )
         self.values: dict[str, Any] = {}
@@ -82,7 +82,7 @@ class FlatNames:
                 if id(value) in holders or len(stack) > MAX_DEPTH:
                     raise Conflict(
                         f"{address(inner_place)} contains itself",
-                        "It has no end of names. Nothing was written.",
+                        "Its names would never end. Nothing was written.",
                         f"Leave it out first: {command('edit', FILE, drop=escape(address(inner_place)), out=OUT)}",
                     )
                 self.hold(value, inner_place)
@@ -100,12 +100,12 @@ class FlatNames:
         if name in self.values:
             raise Unsupported(
                 f"{address(place)} and another entry would both be called {name}",
-                "torch.distributed.checkpoint joins keys by dots, as texts. Nothing was written.",
+                "torch.distributed.checkpoint joins keys with dots, as strings. Nothing was written.",
                 f"Rename one first: {command('rename', FILE, 'OLD => NEW', out=OUT)}",
             )
         if len(self.values) >= self.max_names:
             names = counted(self.max_names, "name")
-            raise LimitExceeded(f"more than {names}", "Objects that share parts have a name for each.")
+            raise LimitExceeded(f"more than {names}", "What objects share has a name in each of them.")
         self.values[name], self.paths[name] = value, path
         if isinstance(value, TensorEntry) and value.flags.parameter:
             self.lost.setdefault(PARAMETERS, address(place))
@@ -135,7 +135,7 @@ def with_optimizers(tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Note]]:
     for path, optimizer in list(optimizers(unflat)):
         numbered = optimizer_keys.with_numbers(optimizer)
         if numbered is not optimizer:
-            what = f"{counted(len(numbered['state']), 'key')} of an optimizer's state, which torch wrote as text"
+            what = f"{counted(len(numbered['state']), 'key')} of an optimizer's state, which torch wrote as strings"
             notes.append(Note(RESTORED, f"{what}, are numbers again, as `param_groups` has them"))
             unflat = replaced_at(unflat, path, numbered) if path else numbered
     return unflat, notes
@@ -149,8 +149,9 @@ MAX_COMPARED = 8 << 20  # bytes of values that are read to compare the pickle's 
 BEGINNING = 16 << 10  # of each tensor
 
 VIEWS = "tensors that share memory as different views"
-STRIDES = "strides of what is divided or has gaps"
+STRIDES = "strides of tensors that are sharded or have gaps"
 LAZY = "conjugate and negative views"
+MARK = "the mark of a recovered file"
 
 _HAVE_IDENTITY = (dict, list, tuple, Set, Object, Composite, TensorEntry, StorageRef, bytearray)
 
@@ -252,22 +253,22 @@ def restored(values: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Note], t
         pickle = decoded(content, PickledStorages(held | values | entries), NAME)
         aside, loaded = pickle.aside(), pickle.root
         if pickle.discarded or loaded.keys() != {"tree", "recovered"}:
-            raise Corrupt("it is not what ckptool writes")
+            raise Corrupt("ckptool did not write it")
         tree, mark = loaded["tree"], loaded["recovered"]
         tree_values = FlatNames(tree).values
         if tree_values.keys() != values.keys():
-            raise Conflict("it names other values than the table")
+            raise Conflict("its names differ from the table's")
         budget = [MAX_COMPARED]
         for name, value in values.items():
             if not _is_same(tree_values[name], value, budget):
-                raise Conflict(f"it has another {name} than the table")
+                raise Conflict(f"its {name} differs from the table's")
         metadata = {marks.RECOVERED: mark} if type(mark) is str else {}
         return tree, metadata, list(marks.recovered_notes(metadata)), ()
     except CkptoolError as error:
         why = error.what
     except DAMAGE as error:
         why = f"it is damaged ({type(error).__name__})"
-    what = f"{NAME} was passed over, so types of keys, ties and the like are as torch sees them: {why}"
+    what = f"{NAME} was ignored, so types of keys, ties and the like are as torch sees them: {why}"
     return None, {}, [Note(IGNORED, what)], aside
 
 

@@ -110,15 +110,15 @@ def _of_run(source: Folder) -> Checkpoint:
     advice = f"Name one: {command('inspect', os.path.join(source.path, tags[-1]))}" if tags else ""
     if not latest and not name:
         what = f"{source} holds {counted(len(tags), 'checkpoint')} of DeepSpeed: {listed(tags, 3)}"
-        raise Ambiguous(what, "The file `latest`, which names one of them, is not beside them.", advice)
+        raise Ambiguous(what, "The file `latest`, which names one of them, is missing.", advice)
     if not _is_tag(source, name):
         path = os.path.join(source.path, latest)
         if name in source:
-            what = f"{path} names {name}, which has none of DeepSpeed's files in it"
-            raise NotACheckpoint(what, "Another program wrote it, or the run was stopped before it saved.", advice)
-        what = f"{path} names {name[:200]!r}, which is no folder beside it"
-        why = "The folder of that tag was moved, deleted or not copied along. One that is elsewhere is never followed."
-        raise Corrupt(what, why, advice or f"See what is there: {other_program('ls', source.path)}")
+            what = f"{path} names {name}, which has no DeepSpeed files"
+            raise NotACheckpoint(what, "Another program wrote it, or the run was stopped before saving.", advice)
+        what = f"{path} names {name[:200]!r}, which is not a folder beside it"
+        why = "The folder of that tag was moved, deleted or not copied along; ckptool does not follow paths elsewhere."
+        raise Corrupt(what, why, advice or f"See what is in it: {other_program('ls', source.path)}")
     checkpoint = read(tag := Folder(os.path.join(source.path, name)))
     source.adopt(name, tag)
     notes = checkpoint.notes
@@ -147,7 +147,7 @@ class Tag:
         for match in ranked:
             by_rank, name = files[int(match["mp"])][match.re is _OPTIMIZER], match[0]
             if (other := by_rank.setdefault(int(match["rank"] or 0), name)) != name:
-                raise mixed(folder, other, name, "both are of one rank")
+                raise mixed(folder, other, name, "both belong to one rank")
         self.stages = {number: StageFiles(self.joiner, *pair) for number, pair in files.items()}
         if 0 not in self.stages or not self.stages[0].models:
             raise lacks(folder, "mp_rank_00_model_states.pt, which has the names and shapes of the weights")
@@ -170,7 +170,7 @@ def read(folder: Folder) -> Checkpoint:
     is_pipeline = len(stages) > 1 or bool(tag.layers)
     if "offloaded_tensors" in folder or states.get("ds_autoep_layers"):
         what = "experts in AutoEP" if states.get("ds_autoep_layers") else "an optimizer that was offloaded to NVMe"
-        why = "Its values are laid out in another way than those of ZeRO, which is not read."
+        why = "Its layout differs from ZeRO's and is not supported."
         raise Unsupported(f"{folder} has {what}", why, "With DeepSpeed: load it, and save it without.")
     model = _layers(tag) if is_pipeline else _with_experts(tag)
     weights: dict[str, TensorEntry] = {}  # a parameter that several stages have is that of the first
@@ -197,7 +197,7 @@ def read(folder: Folder) -> Checkpoint:
     engine = ", pipeline" if is_pipeline else ""
     if not tag.first.shares:
         if states.get("param_shapes") is not None:
-            what = "the optimizer's files are not there: the weights are the model's own, and its f32 values are lost"
+            what = "the optimizer's files are missing: the weights are the model's own, without their f32 values"
             tag.joiner.notes.append(Note(NO_OPTIMIZER, what))
         optimizers = {f"stage {number}": stage.states.get("optimizer") for number, stage in stages.items()}
         if is_pipeline and any(state is not None for state in optimizers.values()):  # each numbers its own
@@ -223,13 +223,13 @@ def _with_experts(tag: Tag) -> dict[Any, Any]:
             what = f"experts: {len(expert_files):,} of {counted(count, 'expert')} in layer {layer} are there"
             raise lacks(tag.folder, what)
     if not isinstance(states.get("module"), dict):
-        raise damaged(tag.folder, f"{tag.first.file} has no `module` with the weights of a model in it")
+        raise damaged(tag.folder, f"{tag.first.file} has no `module` with a model's weights")
     weights: dict[Any, Any] = dict(states["module"])
     experts: set[Any] = set()
     for name in tag.experts:
         expert = tag.joiner.open(name).tree
         if not isinstance(expert, dict) or experts & expert.keys():
-            raise damaged(tag.folder, f"{name} has no weights of an expert, or those of another one")
+            raise damaged(tag.folder, f"{name} does not hold the weights of its expert")
         experts |= expert.keys()
         weights |= expert
     return same_kind(states["module"], weights)
@@ -288,7 +288,7 @@ def _layers(tag: Tag) -> dict[Any, Any]:
         if name not in values and (number.isdecimal() or number == "tied_modules") and not is_tied:
             file = f"layer_{number:0>2}-model_states.pt" if number.isdecimal() else "a layer's file"
             what = f"{tag.folder} lacks {name}, which the ranks' files name"
-            raise Corrupt(what, f"It is in {file}, which is not there or is another's.", "Copy all files of the run.")
+            raise Corrupt(what, f"It belongs in {file}, which is missing or another run's.", "Copy all files.")
     return values
 
 
@@ -356,8 +356,8 @@ def _checkpoint(
     empty = [str(n) for n, v in model.items() if isinstance(v, TensorEntry) and v.shape == (0,) and n not in values]
     if empty and (stage > 2 or any("zero_pp_rank" in name for name in first.models.values())):
         what = f"{tag.folder} has no values of {counted(len(empty), 'weight')}: {listed(empty, 3)}"
-        why = "ZeRO stage 3 keeps them in the *_optim_states.pt files, which are not there or do not name them."
-        raise Corrupt(what, why, f"See what is there: {other_program('ls', tag.folder.path)}")
+        why = "ZeRO stage 3 keeps them in the *_optim_states.pt files, which are missing or do not name them."
+        raise Corrupt(what, why, f"See what is in it: {other_program('ls', tag.folder.path)}")
     joined: dict[str, Any] = {"module": module}
     joined |= {} if optimizer is None else {"optimizer": optimizer}
     joined |= {ZERO: extra} if extra else {}
@@ -377,7 +377,7 @@ def _universal(tag: Tag) -> Checkpoint:
     groups = tag.first.shapes_in(first_states, tag.first.file)
     model = same_kind(first_states.get("module"), dict(first_states.get("module") or {}))
     if first_states.get("module") is None:
-        message = "of a pipeline, ds_to_universal leaves out buffers and frozen parameters: they are not here"
+        message = "ds_to_universal drops a pipeline's buffers and frozen parameters: they are not here"
         tag.joiner.notes.append(Note(NO_BUFFERS, message))
     # What other ranks of tensor or pipeline parallelism have: names of parameters, buffers, frozen parameters.
     for stage, file in ((other, file) for other in [*tag.stages.values()][1:] for file in other.models.values()):
@@ -390,8 +390,8 @@ def _universal(tag: Tag) -> Checkpoint:
             other: Any = model.setdefault(name, value)
             are_tensors = isinstance(other, TensorEntry) and isinstance(value, TensorEntry)
             if name not in trained and are_tensors and agree(other, value, read=True) is False:
-                what = f"{folder}: {name!s} is another tensor in {file}, and is not trained"
-                why = "It may be divided over ranks of tensor parallelism; ds_to_universal joins only what is trained."
+                what = f"{folder}: {name!s} differs in {file}, and is not trained"
+                why = "It may be sharded by tensor parallelism; ds_to_universal joins only what is trained."
                 raise Unsupported(what, why, "With DeepSpeed: load it there, and save the whole model.")
     zero_folder = Folder(os.path.join(folder.path, UNIVERSAL))
     if missing := [name for name in [*chain(*groups), _COMMON] if name not in zero_folder]:
@@ -419,7 +419,7 @@ def _universal(tag: Tag) -> Checkpoint:
             misfits = [key for key, e in slots.items() if isinstance(e, TensorEntry) and e.shape not in allowed]
             if misfits or len(weight.shape) != len(shape):
                 expected = list(weight.shape if misfits else shape)
-                raise damaged(files, f"has {listed(misfits or [_WEIGHT])} of another shape than {expected}")
+                raise damaged(files, f"has {listed(misfits or [_WEIGHT])} of a different shape than {expected}")
             del slots[_WEIGHT]
             copy = model.get(name)  # with tensor parallelism, a part of it
             copy = copy if isinstance(copy, TensorEntry) and copy.shape == weight.shape else None

@@ -41,12 +41,10 @@ def of_flat_parameters(folder: Folder, shapes: Shapes, ties: Mapping[str, str], 
     flat = [key for key in (trees[0] if trees and isinstance(trees[0], dict) else ()) if is_flat_parameter(key)]
     if not flat or not all(isinstance(tree, dict) and set(flat) <= tree.keys() for tree in trees):
         what = f"{folder} has no flat parameters (LOCAL_STATE_DICT) of FSDP"
-        raise Unsupported(
-            what, "Nothing in it has to be taken apart by the shapes of a model.", f"Leave out {arg('against')}."
-        )
+        raise Unsupported(what, "Nothing in it needs the shapes of a model.", f"Leave out {arg('against')}.")
     if unknown := [str(name) for name in trees[0] if name not in shapes and name not in ties and name not in flat]:
-        what = f"the files have tensors that the description has not: {listed(unknown, 3)}"
-        raise _conflict(folder, what, "The description is of another model.")
+        what = f"the files have tensors that the description lacks: {listed(unknown, 3)}"
+        raise _conflict(folder, what, "The description belongs to a different model.")
     joiner = ranks.joiner
     tensors: dict[str, TensorEntry] = {}
     for name, shape in shapes.items():  # a buffer is whole on every rank; of a parameter each has a piece or nothing
@@ -61,13 +59,13 @@ def of_flat_parameters(folder: Folder, shapes: Shapes, ties: Mapping[str, str], 
         if all(name in tree for tree in trees for name in names):
             names = [name for name in trees[0] if name in names]
         elif (not ordered and names == sorted(names)) or _is_sorted(names):
-            what = f"the parameters of {key} are given in the order of their names, not of the model"
-            raise _conflict(folder, what, "In the vector they are in the model's order, which safetensors files lose.")
+            what = f"the parameters of {key} are in the order of their names, not of the model"
+            raise _conflict(folder, what, "The vector has them in the model's order, which safetensors files lose.")
         shares = []
         for file, tree in zip(files, trees, strict=True):
             vector = distributed(tree[key])
             if vector is None or vector.is_dtensor:
-                raise _conflict(folder, f"{key} is not a ShardedTensor", "Another version of FSDP wrote it.")
+                raise _conflict(folder, f"{key} is not a ShardedTensor", "A different version of FSDP wrote it.")
             shares.append(file.share(key, vector))
         chunks = [chunk for share in shares for chunk in share.readings[0] or ()]
         (size,) = shares[0].shape
@@ -79,7 +77,7 @@ def of_flat_parameters(folder: Folder, shapes: Shapes, ties: Mapping[str, str], 
     if lacking := [name for name in shapes if name not in tensors]:
         shown = listed(lacking, 3)
         what = f"{counted(len(lacking), 'tensor is', 'tensors are')} in no file: {shown}"
-        raise _conflict(folder, what, "The description is of another model.")
+        raise _conflict(folder, what, "The description belongs to a different model.")
     model: dict[Any, Any] = {name: tensors[name] for name in shapes}
     model |= {name: replace(model[source]) for name, source in ties.items()}
     return joiner.checkpoint(NAME, {MODEL: model}, "FSDP1, flat parameters", ranks.world)
@@ -116,7 +114,7 @@ def _parameter_places(
         if at <= size < at + max(len(trees), 1) and pieces_fit:
             return iter(places.items())
     count = sum(map(prod, shapes.values()))
-    what = f"{key} has {counted(size, 'element')}, and the parameters that it should be made of {count:,}"
+    what = f"{key} has {counted(size, 'element')}, but its parameters have {count:,}"
     why = f"They are {counted(len(shapes), 'parameter')}: {listed([*shapes], 3)}. Nothing was written."
     raise _conflict(folder, what, why)
 

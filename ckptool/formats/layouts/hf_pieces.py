@@ -52,7 +52,7 @@ def read(source: Folder) -> Checkpoint:
     for name, match in matches.items():
         shard = joiner.open(name)
         if not shard.tensors_only:
-            raise damaged(source, f"{name} is no safetensors file")
+            raise damaged(source, f"{name} is not a safetensors file")
         offsets = saved_offsets(shard)
         for tensor, entry in shard.tree.items():
             begin = sizes_of(offsets.get(tensor))

@@ -64,13 +64,13 @@ def read(source: Input) -> Checkpoint:
     backend = _backend(source)
     if backend != "torch_dist":
         what = f"{source} was saved by Megatron-Core with its backend {backend[:40]}"
-        why = "Only torch_dist is read here; zarr, a folder for each tensor, is gone from Megatron-Core since 0.13."
+        why = "Only torch_dist is read here; zarr, a folder for each tensor, was removed in Megatron-Core 0.13."
         raise Unsupported(
             what, why, "With the Megatron that wrote it: load it, and save it with --ckpt-format torch_dist"
         )
     if COMMON not in source:
         what = f"{source} has no {COMMON}"
-        raise Truncated(what, "The arguments, the iteration and the optimizer's settings are there.", "Copy all files.")
+        raise Truncated(what, "It has the arguments, the iteration and the optimizer's settings.", "Copy all files.")
     checkpoint = dcp.read(source)
     common = formats.read_alone(source.open(COMMON))
     if not isinstance(common.tree, dict):
@@ -79,7 +79,7 @@ def read(source: Input) -> Checkpoint:
     notes = [note for note in (*checkpoint.notes, *common.notes) if note.code != "flat-names"]  # as in the model
     if collisions := _fill(tree, common.tree):
         what = f"{counted(len(collisions), 'entry is', 'entries are')} in {COMMON} and in the ranks' files"
-        notes.append(Note(COLLIDES, f"{what}, from which it is taken: {listed(collisions, 3)}"))
+        notes.append(Note(COLLIDES, f"{what}, whose value is used: {listed(collisions, 3)}"))
     _name_parameters(tree.get("optimizer"))
     ranks = {match[1] for name in source.names if (match := _RANK_FILE.fullmatch(name))}
     facts = {"engine": "Megatron-Core, torch_dist", "ranks": len(ranks)} | step_of(source, common.tree.get("iteration"))
@@ -101,8 +101,8 @@ def latest(run: Folder) -> Folder:
     folder = Folder(os.path.join(run.path, name)) if name in iterations else run
     if is_run(folder):  # or a link that leads back to where it is
         raise Corrupt(
-            f"{run}: its {TRACKER} says {text!r}, which is no iteration that is there",
-            "It was not copied along, or it was deleted. Nothing but a number or `release` is followed.",
+            f"{run}: its {TRACKER} says {text!r}, an iteration that is not there",
+            "It was deleted or not copied along. Only a number or `release` is followed.",
             f"Name an iteration: {command('inspect', os.path.join(run.path, iterations[-1]))}",
         )
     return folder
@@ -122,7 +122,7 @@ def step_of(folder: Folder, iteration: Any) -> dict[str, int]:
         return {"step": int(match[1])} if match and match[1] else {}
     if match and match[1] and int(match[1]) != iteration:
         what = f"{folder}: its files are of iteration {iteration:,}, the folder of {int(match[1]):,}"
-        raise Conflict(what, "Files of two checkpoints lie in one folder.", "Copy all files of one iteration again.")
+        raise Conflict(what, "The folder mixes files of two checkpoints.", "Copy all files of one iteration again.")
     return {"step": iteration}
 
 

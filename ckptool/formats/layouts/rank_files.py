@@ -40,7 +40,7 @@ def read(source: Folder) -> Checkpoint:
         if any(is_flat_parameter(key) for key in (trees[0] if isinstance(trees[0], dict) else ())):
             raise Unsupported(
                 f"{source} holds FSDP's flat parameters (LOCAL_STATE_DICT), one vector for each wrapped module",
-                "The names and shapes of the parameters in it are not in the files: they alone do not give the model.",
+                "The files lack the names and shapes of the parameters in it: they alone do not make the model.",
                 "Take these from a spec or another checkpoint of the model: "
                 f"{command('convert', source.path, against=Slot('SPEC'), out=OUT)}",
             )
@@ -77,7 +77,7 @@ class RankSets:
             else:
                 continue
             if (other := sets.setdefault(kind, {}).setdefault(int(match["rank"]), name)) != name:
-                raise mixed(folder, name, other, "both are of one rank")
+                raise mixed(folder, name, other, "both belong to one rank")
         if len(worlds) > 1:
             one, other, *_ = worlds.values()
             raise mixed(folder, one, other, "their world sizes differ")

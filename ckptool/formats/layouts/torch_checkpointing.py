@@ -89,7 +89,7 @@ def read(source: Folder) -> Checkpoint:
         tree[item] = joined_trees(joiner, item, rank_files, values, _described(source, table, item))
     used = _names(items)
     if unused := [name for name in source.names if name not in used]:
-        what = f"{counted(len(unused), 'file is', 'files are')} of no item that is known"
+        what = f"{counted(len(unused), 'file is', 'files are')} of no known item"
         joiner.notes.append(Note(OTHERS, f"{what}: {listed(unused, 3)}"))
     version = table.get("version")
     engine = "torch_checkpointing" + (f", table version {printable(version)[:10]}" if type(version) is str else "")
@@ -107,7 +107,7 @@ def _table(folder: Folder) -> dict[Any, Any]:
         return {}
     source = folder.open(TABLE)
     if source.size > MAX_TABLE:
-        raise LimitExceeded(f"{source} has {source.size:,} bytes", f"At most {MAX_TABLE:,} are read.")
+        raise LimitExceeded(f"{source} has {source.size:,} bytes", f"ckptool reads at most {MAX_TABLE:,}.")
     decoded = decode(source.read(0, source.size), no_storage, {}, name=str(source), file_bytes=source.size)
     if not isinstance(decoded.root, dict) or not isinstance(decoded.root.get("metadata"), dict) or decoded.aside():
         raise damaged(folder, f"its {TABLE} is not a table of plain values")
@@ -145,7 +145,7 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
         if name not in placed and match["item"] not in described:
             files, rank = items.setdefault(match["item"] or "model", {}), int(match["rank"])
             if rank in files:
-                raise mixed(folder, files[rank][0], name, "both are of one rank")
+                raise mixed(folder, files[rank][0], name, "both belong to one rank")
             files[rank] = name, _SUFFIXES[match["suffix"]]
     world = table.get("world_size")
     if type(world) is not int or world < 1:
@@ -158,7 +158,7 @@ def _items(folder: Folder, table: dict[Any, Any]) -> tuple[dict[str, Files], int
     if missing:
         raise lacks(folder, f"{len(missing):,} of {counted(world, 'rank file')}", missing)
     if any(max(files) >= world for files in items.values()):
-        raise damaged(folder, f"its {TABLE} is of {counted(world, 'rank')}, and there are the files of more")
+        raise damaged(folder, f"its {TABLE} is for {counted(world, 'rank')}, but there are files of more")
     return items, world
 
 
@@ -195,7 +195,7 @@ def _described(folder: Folder, table: dict[Any, Any], item: str) -> Described | 
             name = ".".join(map(str, json.loads(text)))
             by_rank |= {(name, rank): group["sharding_metadata"] for group in groups for rank in group["ranks"]}
     except (AttributeError, ValueError, TypeError, KeyError, RecursionError):
-        raise damaged(folder, f"its {TABLE} does not say how the tensors of {item} are divided") from None
+        raise damaged(folder, f"its {TABLE} does not say how the tensors of {item} are sharded") from None
 
     def share_of(file: RankFile, path: Path, entry: TensorEntry) -> RankShare | None:
         sharding, name = by_rank.get((".".join(map(str, path[1:])), file.rank)), "/".join(map(str, path))
@@ -204,8 +204,8 @@ def _described(folder: Folder, table: dict[Any, Any], item: str) -> Described | 
         try:
             kind, data = sharding["type"], sharding["data"]
             if kind != "DTensorShardingMetadata":
-                what = f"{folder}: {name} is divided as {str(kind)[:40]} says"
-                raise Unsupported(what, "Only what a mesh divides (DTensorShardingMetadata) is joined.")
+                what = f"{folder}: {name} is sharded by {str(kind)[:40]}"
+                raise Unsupported(what, "Only sharding by a mesh (DTensorShardingMetadata) is supported.")
             dtype, shape = BY_TORCH[data["dtype"].removeprefix("torch.")], sizes_of(data["global_shape"])
             sizes, ranks = (sizes_of(data["mesh_spec"][key], MAX_MESH) for key in ("mesh_shape", "mesh_data"))
             if shape is None or sizes is None or ranks is None or prod(sizes) != len(ranks):
@@ -214,7 +214,7 @@ def _described(folder: Folder, table: dict[Any, Any], item: str) -> Described | 
             mesh = file.mesh(ranks, row_major_axes(sizes))
             share = file.divided(entry, shape, dtype, mesh, placements, entry.flags)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-            raise damaged(folder, f"its {TABLE} does not say how {name} is divided") from None
+            raise damaged(folder, f"its {TABLE} does not say how {name} is sharded") from None
         return share if any(share.agreed[1]) else None  # replicas
 
     return share_of

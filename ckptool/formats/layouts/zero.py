@@ -54,7 +54,7 @@ class StageFiles:
         """A rank's model states; of a pipeline, `module` is None. Raises `Corrupt` for something else."""
         tree: dict[str, Any] = fields(self.joiner.open(file).tree)
         if not isinstance(tree.get("module", ()), (dict, type(None))):
-            raise damaged(self.folder, f"{file} has no `module` with the weights of a model in it")
+            raise damaged(self.folder, f"{file} has no `module` with a model's weights")
         return tree
 
     @cached_property
@@ -88,7 +88,7 @@ class StageFiles:
             shapes = {name: sizes_of(value) for name, value in group.items()} if isinstance(group, dict) else {"": None}
             checked.append({name: shape for name, shape in shapes.items() if type(name) is str and shape is not None})
             if len(checked[-1]) < len(shapes):
-                raise damaged(self.folder, f"{file} has {key} that are no names and shapes")
+                raise damaged(self.folder, f"{file} has {key} that are not names and shapes")
         return checked
 
 
@@ -121,7 +121,7 @@ class Share:
         self.stage = 3 if kind == _VECTORS[1] else 2 if plain(state_dict.get("zero_stage")) == 2 else 1
         self.counts = (*items(state_dict.get("partition_count")),) or (state_dict.get("partition_count"),)
         if not all(type(count) is int and 0 < count < 1 << 32 for count in self.counts):
-            raise damaged(file, "does not say over how many ranks it is divided")
+            raise damaged(file, "does not say over how many ranks it is sharded")
         self.placed: dict[int, dict[str, tuple[int, int]]] = {}
         for group, mappings in enumerate(items(state_dict.get("param_slice_mappings")) if is_mapped else ()):
             self.placed[group] = {}
@@ -205,7 +205,7 @@ def trained(stage: StageFiles, model: dict[Any, Any]) -> tuple[dict[str, TensorE
         what = f"the model is at step {total - skipped:,}, the optimizer at step {int(max(steps)):,}"
         if max(steps) > total - skipped + 1:  # DeepSpeed before 0.15 counts a first step that changes nothing
             raise mixed(stage.folder, stage.file, share.file, what)
-        why = "either the optimizer was restarted, or its files are of another step; the files do not tell which"
+        why = "either the optimizer was restarted, or its files are from another step; the files do not tell which"
         stage.joiner.notes.append(Note(STEPS, f"{what}: {why}"))
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
@@ -296,7 +296,7 @@ def _whole_vectors(stage: StageFiles, shapes: list[Shapes]) -> Iterator[_Run]:
                     at, count = ranges.get(name, (high, 0))
                     begin, end = max(at, low), min(at + count, high)
                     if begin < end and place != (begin - low, end - begin):
-                        raise mixed(stage.folder, stage.file, member.file, f"{name} lies elsewhere")
+                        raise mixed(stage.folder, stage.file, member.file, f"{name} is elsewhere")
             tensors = [(_global_name(stage, t[0], number, group_shapes), *t[1:]) for t in row] if teams > 1 else row
             yield [team], [group], tensors, 2 * size
 
@@ -306,7 +306,7 @@ def _global_name(stage: StageFiles, name: str, team: int, names: Iterable[str]) 
     match = _LOCAL_EXPERT.fullmatch(name)
     if match is None:
         what = f"{stage.folder}: {name} is divided over some of the ranks, and is no expert of deepspeed.moe"
-        why = "Which ranks have which part of it is not known here."
+        why = "It is unknown which ranks have which part of it."
         raise Unsupported(what, why, "With DeepSpeed: load it there.")
     experts = filter(None, map(_LOCAL_EXPERT.fullmatch, names))
     local = 1 + max(int(expert["number"]) for expert in experts if expert["module"] == match["module"])

@@ -137,8 +137,8 @@ class Record:
     def contents(self, limit: int) -> bytes:
         """All of a small record, its checksum verified (unless the archive has none)."""
         if self.size > limit:
-            what = f"{self.archive.source}: {self} is {self.size:,} bytes when unpacked; at most {limit:,} are read"
-            raise LimitExceeded(what, "Real records of this kind are never this large; the file is probably malicious.")
+            what = f"{self.archive.source}: {self} is {self.size:,} bytes when unpacked; the limit is {limit:,}"
+            raise LimitExceeded(what, "Real records of this kind are never that large; the file is probably malicious.")
         data = self.data.read(0, self.size)
         if self.archive.has_checksums and zlib.crc32(data) != self.crc:
             self.wrong("does not match its checksum")
@@ -154,11 +154,11 @@ class Record:
             self.wrong(f"has no header at byte {self.header:,}")
         _, _, flags, method, _, _, crc, stored, size, name_size, extra_size = LOCAL.unpack_from(head)
         if head[LOCAL.size :] != name or name_size != len(name):
-            raise Ambiguous(f"{source}: the record {self} has another name in its own header")
+            raise Ambiguous(f"{source}: the record {self} has a different name in its own header")
         if name_alone:
             return
         if method != self.method or flags & ~_MAY_DIFFER != self.flags & ~_MAY_DIFFER:
-            self.wrong("says in its header that it is stored in another way")
+            self.wrong("is stored in a different way according to its own header")
         data_at = self.header + LOCAL.size + name_size + extra_size
         if data_at != self.data_at:
             self.wrong(f"begins at byte {data_at:,}, not {self.data_at:,} as the directory has it")
@@ -171,13 +171,13 @@ class Record:
                 size, stored, _ = zip64_values(extra, size, stored, 0) or (size, stored, 0)
             agrees = (crc, stored, size) == expected
         if not agrees:
-            self.wrong("has another size or checksum in its own header than in the directory")
+            self.wrong("has a different size or checksum in its own header than in the directory")
         if layout:
             *signature, crc, stored, size = layout.unpack(peek(data_at + self.stored, layout.size))
             if signature not in ([], [b"PK\x07\x08"]):
                 self.wrong("has no descriptor after its data")
             if (crc, stored, size) != expected:
-                self.wrong("has another size or checksum in its descriptor than in the directory")
+                self.wrong("has a different size or checksum in its descriptor than in the directory")
         self.is_confirmed = True
 
     def wrong(self, what: str) -> NoReturn:
@@ -196,7 +196,7 @@ def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool 
     if place < 0 or trailing[:4] == b"PK\x03\x04":
         what, why = "whose directory is missing", "a zip keeps its directory at the end."
         if place >= 0:
-            what = f"to which something was added, and {what}"
+            what = f"to which something was appended, and {what}"
             why = f"an archive ends at byte {tail_at + place + END.size:,}, but a record follows it."
         advice = "Download or copy it again, and compare the sizes."
         error = Truncated(f"{source} is a zip archive {what}", f"The file was cut off: {why}", advice)
@@ -217,11 +217,11 @@ def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool 
         one, other = next(
             (one, name) for name in archive.records if (one := names.setdefault(name.lower(), name)) != name
         )
-        raise Ambiguous(f"{source} has the records {one} and {other}", "torch takes names without regard to case.")
+        raise Ambiguous(f"{source} has the records {one} and {other}", "torch ignores case in names.")
     if archive.end != source.size:
         excess = f"{source.size - archive.end:,} bytes"
         if not _is_torn_edit(archive):
-            raise Ambiguous(f"{source} has {excess} behind its zip archive that no in-place edit left there")
+            raise Ambiguous(f"{source} has {excess} after its zip archive that no in-place edit left there")
         message = f"an in-place edit was interrupted; {excess} after the archive are not part of it"
         archive.notes.append(Note("interrupted-edit", message))
     # Harmless here, where nothing is unpacked; to be known before another program unpacks it.
@@ -283,7 +283,7 @@ def refuse_zip_behind(head: bytes, source: Readable) -> None:
         what = f"{source} is a zip archive whose first bytes were damaged"
         raise Corrupt(what, f"It begins with {head[:4].hex(' ')}.")
     if is_zip:
-        raise Ambiguous(f"{source} begins as another kind of file and ends as a zip archive")
+        raise Ambiguous(f"{source} begins like a different kind of file and ends like a zip archive")
 
 
 # The end records -----------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
                     raise Corrupt(f"{source}: the record {name} lacks its 64-bit sizes, or has them twice")
                 size, stored, header = values
             if size != stored and not method:
-                what = f"is stored as it is, but in {stored:,} bytes instead of {size:,}"
+                what = f"is stored uncompressed, but in {stored:,} bytes instead of {size:,}"
                 raise Corrupt(f"{source}: the record {name} {what}")
             if name in records:
                 raise Ambiguous(f"{source} has two records named {name}")
@@ -390,9 +390,9 @@ def _split(source: Readable) -> Unsupported:
 def _misplaced(source: Readable, by: int, what: str) -> CkptoolError:
     """The error for a directory that is `by` bytes behind its place."""
     if 0 < by <= source.size - 4 and source.read(by, 4) == b"PK\x03\x04":
-        why = f"{by:,} bytes, or another archive, were put in front of the archive; readers disagree about such a file."
+        why = f"{by:,} bytes, or another archive, were put in front of the archive; readers disagree about such files."
         return Ambiguous(what, why)
-    return Corrupt(what, "Bytes were put into the archive or are missing from it, or its tables were damaged.")
+    return Corrupt(what, "Bytes were inserted or are missing, or the tables are damaged.")
 
 
 # The entries ---------------------------------------------------------------------------------------------------------
@@ -400,20 +400,20 @@ def _misplaced(source: Readable, by: int, what: str) -> CkptoolError:
 
 def _check_folder(record: Record) -> None:
     if record.size:
-        raise Ambiguous(f"{record.archive.source}: the record {record} is marked as a folder and has contents")
+        raise Ambiguous(f"{record.archive.source}: the record {record} is marked as a folder but has contents")
 
 
 def _refuse_entry(archive: Archive, signature: bytes, flags: int, method: int, disk: int, name: bytes) -> NoReturn:
-    record, never = f"{archive.source}: the record {name.decode('utf-8', 'replace')}", "PyTorch files never do."
+    record, never = f"{archive.source}: the record {name.decode('utf-8', 'replace')}", "PyTorch never writes that."
     if signature != b"PK\x01\x02":
         raise Corrupt(f"{archive.source}: entry {len(archive.records):,} of the zip directory is damaged")
     if disk:
         raise _split(archive.source)
     if flags & _ENCRYPTED:
-        raise Unsupported(f"{record} is encrypted, or a patch of another file", never)
+        raise Unsupported(f"{record} is encrypted, or a patch to another file", never)
     if method not in (0, 8):
         kind = Unsupported if method in _OTHER_METHODS else Corrupt
-        raise kind(f"{record} is compressed by method {method}", "Stored and deflated records are read.")
+        raise kind(f"{record} is compressed by method {method}", "ckptool reads stored and deflated records.")
     raise Unsupported(f"{record} needs a newer version of the zip format", never)
 
 
@@ -427,7 +427,7 @@ def _check_extra(archive: Archive, name: str, extra: bytes, flags: int) -> None:
     if len(extra) - sum(4 + len(content) for _, content in fields) >= 4:
         raise Corrupt(f"{record} has an extra field that is longer than its entry")
     if names - {name.encode()}:
-        raise Ambiguous(f"{record} has another name in its extra field", "Some readers take one, some the other.")
+        raise Ambiguous(f"{record} has a different name in its extra field", "Some readers take one, some the other.")
 
 
 def zip64_values(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int, int] | None:
@@ -498,8 +498,8 @@ def _place_records(archive: Archive, depth: int = 0) -> None:
         if not fits:
             if record.header + LOCAL.size <= archive.directory:
                 record.confirm(name_alone=True)  # with a longer or shorter name, it cannot fit
-            what = f"the record {record} does not fit where the directory puts it (byte {record.header:,})"
-            why = "Records overlap, or there are bytes between them that belong to none."
+            what = f"the record {record} does not fit where the directory places it (byte {record.header:,})"
+            why = "Records overlap, or bytes between them belong to none."
             raise Corrupt(f"{archive.source}: {what}", why)
 
 
@@ -518,7 +518,7 @@ def _place_earlier_state(archive: Archive, pickle: Record, records: list[Record]
         raise Ambiguous(f"{source}: the archive before the record {pickle} is not complete")
     _place_records(earlier, depth + 1)
     if not earlier.records.keys() <= archive.records.keys() or pickle.name not in earlier.records:
-        raise Ambiguous(f"{source} holds two archives that are not two states of one")
+        raise Ambiguous(f"{source} holds two archives that are not states of the same one")
     fresh = []
     for record in records:
         old = earlier.records.get(record.name)
@@ -560,7 +560,7 @@ def _check_copy(source: Readable, end_at: int, records_end: int, end_records: by
         with suppress(CkptoolError):
             seems_two = read_archive(source.file.part(source.start, copy_at)).superseded != records_end
     if seems_two:
-        raise Ambiguous(f"{source} is two zip archives, one behind the other")
+        raise Ambiguous(f"{source} is two zip archives, one after the other")
     if records_end > end_at or source.read(copy_at, len(tail)) != tail:
         raise Corrupt(f"{source} has bytes between its zip directory and the end record")
 

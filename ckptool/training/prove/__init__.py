@@ -59,7 +59,7 @@ def prove_command(command: Sequence[str], *, kills: int, seed: int, timeout: flo
     without `{run}`, and `RunFailed` where it fails unbroken or leaves no checkpoint.
     """
     if not any(RUN in word for word in command):
-        what, why = "the command does not name {run}", "It stands for the folder that the command writes to."
+        what, why = "the command has no {run}", "It is replaced by the folder that the command writes to."
         raise UsageError(what, why, "For example: ckptool prove -- python train.py {run}")
     if shutil.which(command[0]) is None:
         raise UsageError(f"there is no program {command[0]}", "", "Give the command as you would type it.")
@@ -119,7 +119,7 @@ class CommandRuns:
             remarks.append(f"{counted(others, 'other file')} in the folder: not compared")
         if not self.length:
             by = "events" if self.watch.name == PRELOAD else "time"
-            remarks.append(f"no optimizer step of torch was seen: kills come by {by}, and no cause is named")
+            remarks.append(f"no torch optimizer step was seen: kills come by {by}, and no cause can be named")
         for path in sorted(set(self.watch.outside())):
             with suppress(CkptoolError):
                 if not path.startswith(self.folder) and os.path.isfile(path) and scan(path).files[0].is_good:
@@ -154,7 +154,7 @@ class CommandRuns:
         life = self.live()
         if life.late:
             what = f"the command took more than {self.limit:.0f} s before anything was killed"
-            raise RunFailed(what, self.tail(), f"Give it longer: {arg(timeout=3600)}")
+            raise RunFailed(what, self.tail(), f"Give it more time: {arg(timeout=3600)}")
         if life.code != 0:
             raise RunFailed(f"the command ended with exit code {life.code} before anything was killed", self.tail())
         os.rename(self.run, os.path.join(self.folder, name))
@@ -235,7 +235,7 @@ class CommandRuns:
         proof, ended, words, causes = self.proof, lives[-1].code == 0, [], list[Cause]()
         differing = self.differences("reference", "run") if ended else {}
         if ended and differing and len(lives) > 1 and self.length and not lives[-1].steps:
-            proof.findings.append("started again after a kill, it ended with exit code 0 without training on")
+            proof.findings.append("started again after a kill, it ended with exit code 0 without further training")
         if ended and not differing and (causes := self.reference.unsaved_averages(lives[-1])):
             proof.findings += [f"{text}, and no checkpoint has them" for text in sentences(causes)]
         elif (differing or not ended) and (divergence := self.divergence(lives, ended)) is not None:

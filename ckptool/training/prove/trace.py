@@ -21,17 +21,17 @@ _EFFECTS = (BUFFER, VALUE)
 _MEMORY = re.compile(r"value: \w+ of \d+")  # a container and its length: no effect
 _VALUE = "{average}`{name}` ({kind}) is {here} in the unbroken run and {there} after the restart"
 _WORDS = {
-    BATCH: "samples differ: the batch of step {step} is not the one of the unbroken run",
-    SCHEDULER: "scheduler: `{name}` ({of}) is not in the state of the unbroken run",
+    BATCH: "samples differ: the batch of step {step} is not that of the unbroken run",
+    SCHEDULER: "scheduler: `{name}` ({of}) has a different state than in the unbroken run",
     RATE: "the learning rate of step {step} is {here} in the unbroken run and {there} after the restart",
     STATE: "optimizer: the state of `{name}` is not that of the unbroken run",
-    WEIGHTS: "{average}the weights of `{name}` ({of}), which no optimizer trains, are not those of the unbroken run",
-    RANDOM: "the global generator of {name} is in another state",
-    GENERATOR: "`{name}`, a generator, is in another state",
+    WEIGHTS: "{average}the weights of `{name}` ({of}), which no optimizer trains, differ from the unbroken run's",
+    RANDOM: "the global generator of {name} is in a different state",
+    GENERATOR: "`{name}`, a generator, is in a different state",
 }
 MOST = 3  # sentences on one cause
 _AVERAGES = ("ema", "average", "avg", "swa", "shadow")
-NOT_RESTORED = "the weights it resumed from are those of no step: a torn file, or not all were restored"
+NOT_RESTORED = "the weights it resumed from match no step: a torn file, or not all were restored"
 
 Key = tuple[str, str]
 """The kind and the name of a fact."""

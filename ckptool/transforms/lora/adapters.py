@@ -157,14 +157,14 @@ def read_adapter(
     fields = config or {}
     kind = str(fields.get("peft_type", "LORA"))
     if kind not in _TYPES:
-        raise Unsupported(f"{name} is an adapter of the type {kind[:60]}", f"Known are {listed(list(_TYPES))}.")
+        raise Unsupported(f"{name} is an adapter of type {kind[:60]}", f"ckptool supports {listed(list(_TYPES))}.")
     if refused := [words for field, words in _REFUSED.items() if fields.get(field)]:
-        why = "It changes what a model does by more than its weights, so that no merged weights do the same."
+        why = "It changes more of a model than its weights, so no merged weights can do the same."
         raise Unsupported(f"{name} uses {listed(refused)}", why)
     notes = []
     initialised = fields.get("init_lora_weights")
     if isinstance(initialised, str) and initialised.lower().startswith(_INITIALISED):
-        changed = f"{initialised[:60]} changed the base before the training"
+        changed = f"{initialised[:60]} changed the base before training"
         notes.append(Note("changed-base", f"{changed}: it is for that base, not for the original"))
     groups: dict[Any, tuple[AdapterKey, dict[str, str]]] = {}  # a whole tensor is a group of its own
     copies = []
@@ -186,10 +186,10 @@ def read_adapter(
         notes.append(Note("original-module", message))
     schemes = list(dict.fromkeys(label.scheme for label, parts in groups.values() if "" not in parts))
     if not any(role not in ("", "alpha") for _, parts in groups.values() for role in parts):
-        why, fix = "It is not an adapter of a known kind.", "A base stands before its adapter: lora merge BASE ADAPTER"
+        why, fix = "It is not a known adapter.", "lora merge takes the base first: lora merge BASE ADAPTER"
         raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", why, fix)
     if len(schemes) > 1:
-        raise Conflict(f"{name} mixes the names of {listed(schemes)}", "Each scheme scales its factors in its own way.")
+        raise Conflict(f"{name} mixes the names of {listed(schemes)}", "Each scheme has its own way of scaling.")
     configs: dict[str, dict[str, Any]] = {}  # stored in the file by diffusers: by component, with PEFT's fields
     for key, value in parsed((metadata or {}).get(DIFFUSERS_CONFIG), dict).items():
         component, _, field = key.partition(".")
@@ -211,22 +211,22 @@ def _deltas(
     bias = next((role for role in entries if method_of(role) == BIAS), "")
     factors = {role: entry for role, entry in entries.items() if role not in ("alpha", "magnitude", bias)}
     if not _COMPLETE.fullmatch(" ".join(sorted(factors))) or not (factors or (bias and "magnitude" not in entries)):
-        why = "That is not all of a change, or more than one. Nothing was written."
-        raise NoMatch(f"{where} has {listed(list(keys.values()))} alone", why, "A key may be misspelt, or missing.")
+        why = "That is not one complete change. Nothing was written."
+        raise NoMatch(f"{where} has only {listed(list(keys.values()))}", why, "A key may be misspelt, or missing.")
     method = method_of(next(iter(factors), "diff"))
     for role, switch in (("magnitude", "use_dora"), ("B.bias", "lora_bias")) if method == LORA else ():
         if config is not None and (role in entries) != bool(config.get(switch)):
             what = f"{where} has {'a' if role in entries else 'no'} {role}, and {switch} is {role not in entries}"
-            raise Conflict(what, "A key is missing, or the configuration is of another adapter.")
+            raise Conflict(what, "A key is missing, or the configuration belongs to a different adapter.")
     flat = [role for role, entry in factors.items() if is_factor(role) and len(entry.shape) < 2]
     if odd := [role for role, entry in factors.items() if role in flat or not entry.dtype.is_float]:
         what = f"{where}: {listed(odd)} is not a matrix of floats"
         raise Conflict(what, "It was saved without its values, or truncated.")
     rank = next((factors[role].shape[0] for role in RANKED if role in factors), 0)
     if rank == 0 and method in (LORA, LOHA):
-        raise Conflict(f"{where} has rank 0", "It was saved without its values, as sharded training does.")
+        raise Conflict(f"{where} has rank 0", "It was saved without its values, as happens in sharded training.")
     if rank > MAX_RANK:
-        raise LimitExceeded(f"{where} has rank {rank:,}", f"At most {MAX_RANK:,} are read.")
+        raise LimitExceeded(f"{where} has rank {rank:,}", f"ckptool reads at most {MAX_RANK:,}.")
     alpha, scale = _scale(adapter, config, label, keys, method, rank)
     delta_keys = {role: key for role, key in keys.items() if role != bias}
     delta = Delta(label.component, label.module, factors, delta_keys, rank, alpha, scale, label.embedding, label.depth)
@@ -256,7 +256,7 @@ def _scale(
     if adapter.scheme != PEFT and (config is None or "lora_alpha" not in config):
         return None, 1.0
     if config is None:
-        what = f"{adapter.name} does not say its alpha: it is in adapter_config.json, which is not beside it"
+        what = f"{adapter.name} does not say its alpha: that is in adapter_config.json, which is not beside it"
         raise UsageError(what, "Without it the scale is unknown.", f"Name it: {arg(config='adapter_config.json')}")
     default = config.get("lora_alpha" if method == LORA else "alpha", 8)
     alpha = _checked_number(_by_pattern(config, "alpha_pattern", key.module, default), f"{where}: alpha")
@@ -264,7 +264,7 @@ def _scale(
     stacked = bool(config.get("target_parameters")) and config_rank > 0 and rank % config_rank == 0
     if config_rank <= 0 or (method == LORA and config_rank != rank and not stacked):
         what = f"{where} has rank {rank:,}, and {config_rank:g} by its configuration"
-        raise Conflict(what, "The configuration is of another adapter. Nothing was written.")
+        raise Conflict(what, "The configuration belongs to a different adapter. Nothing was written.")
     return alpha, alpha / (math.sqrt(config_rank) if config.get("use_rslora") else config_rank)
 
 
@@ -432,7 +432,7 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
     if len(set(names.values())) < len(components):
         what = f"{name} is for {listed(sorted(components))}"
         advice = f"Drop the keys of the others first: {command('edit', name, drop=PATTERN, out=OUT)}"
-        raise Unsupported(what, "An adapter of PEFT is for one model.", advice)
+        raise Unsupported(what, "A PEFT adapter is for one model.", advice)
     modules = dict[str, str]()  # kohya's with dots: as the bases have them, else by the words of known modules
     if old == KOHYA and scheme != KOHYA:
         places = Places(sorted({f"{module}.weight" for module in _base_modules(bases)}), underscored=True)
@@ -440,8 +440,8 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
             dotted = places.key("", [f"{module}.weight"]) if bases else split_words(module)
             modules[module] = (dotted or "").removesuffix(".weight")
         if lost := [module for module, dotted in modules.items() if not dotted]:
-            what = f"{name}: {counted(len(lost), 'module')} of {len(modules):,} could not be told: {listed(lost)}"
-            why = "No base has them. Nothing was written." if bases else "Underscores of kohya's names may be dots."
+            what = f"{name}: {counted(len(lost), 'module')} of {len(modules):,} cannot be resolved: {listed(lost)}"
+            why = "No base has them. Nothing was written." if bases else "Underscores in kohya's names may be dots."
             raise NoMatch(what, why, f"Name the models that it is for: {arg(base=FILE)} (repeatable)")
     deltas = []
     for delta in adapter.deltas:
@@ -451,17 +451,17 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
     config = {"use_rslora": False} if scheme == PEFT else {}
     file = stored(replace(adapter, scheme=scheme, deltas=tuple(deltas), config=config), scheme, _base_modules(bases))
     if adapter.config.get("use_rslora"):
-        details.append("alpha is alpha · √rank of before: rsLoRA divides by √rank, these names by the rank")
+        details.append("alpha is now alpha · √rank: rsLoRA divides by √rank, these names by the rank")
     if scheme != PEFT and (
         unsaid := [component for component in components if not any(component in row for row in COMPONENTS.values())]
     ):
-        details.append(f"its names do not say which model it is for: taken for {names[unsaid[0]]}")
+        details.append(f"its names do not say which model it is for: assumed {names[unsaid[0]]}")
     return file, details
 
 
 def refuse_others(adapter: Adapter) -> None:
     """Raises `Unsupported` unless every change of a weight is a product of two factors."""
-    name, why = adapter.name, "Only LoRA's two factors for each module are taken apart here. Nothing was written."
+    name, why = adapter.name, "Only LoRA's two factors per module are supported here. Nothing was written."
     if adapter.config.get("target_parameters"):
         raise Unsupported(f"{name} is for parameters of experts", why)
     if not adapter.products:

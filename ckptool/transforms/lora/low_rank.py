@@ -64,7 +64,7 @@ def low_rank_change(key: str, module: str, tuned: TensorEntry, base: TensorEntry
     if rank * (height + width) > MAX_FACTORS:
         name = f"{key} in rank {rank:,}"
         what = f"{name} takes {counted(rank * (height + width), 'element')}"
-        raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
+        raise LimitExceeded(what, f"ckptool computes at most {MAX_FACTORS:,} at once.")
     inputs, sides = (tuned, base), (TensorValues(tuned), TensorValues(base))
 
     def blocks(start: int, stop: int, kind: str) -> Iterator[Array]:
@@ -179,8 +179,8 @@ def resize(adapter: Adapter, rank: int) -> tuple[AdapterFile, list[Truncation]]:
     refuse_others(adapter)
     largest = max(delta.rank for delta in adapter.products)
     if rank > largest:
-        what = f"rank {rank:,} is more than any module of {adapter.name} has"
-        raise UsageError(what, f"The largest has rank {largest:,}. Nothing was written.", f"For example: {arg(rank=1)}")
+        what = f"rank {rank:,} is higher than that of any module of {adapter.name}"
+        raise UsageError(what, f"The highest is {largest:,}. Nothing was written.", f"For example: {arg(rank=1)}")
     tree: dict[str, TensorEntry] = dict(adapter.tree)
     truncations: list[Truncation] = []
     deltas = []
@@ -189,7 +189,7 @@ def resize(adapter: Adapter, rank: int) -> tuple[AdapterFile, list[Truncation]]:
             a, b = delta.factors["A"], delta.factors["B"]
             if a.numel + b.numel > MAX_FACTORS:
                 what = f"{delta.module} has {counted(a.numel + b.numel, 'element')}"
-                raise LimitExceeded(what, f"At most {MAX_FACTORS:,} are computed at once.")
+                raise LimitExceeded(what, f"ckptool computes at most {MAX_FACTORS:,} at once.")
             truncations.append(Truncation(delta.module, b, a, rank))
             delta = replace(delta, factors=truncations[-1].factors(), rank=rank)
             if delta.alpha is not None:
@@ -253,7 +253,7 @@ def extract(
         raise NoMatch(f"{names[0]} and {names[1]} have the same values", "There is nothing to extract.")
     if ties is None and (embeddings := [name for name in changed if EMBEDDING.fullmatch(name)]):
         what = f"{listed(embeddings)} changed, and config.json ties the head to one"
-        raise Unsupported(what, "What PEFT calls the head is not known here.", f"Leave it out: {arg(exclude=PATTERN)}")
+        raise Unsupported(what, "It is unknown what PEFT calls the head.", f"Leave it out: {arg(exclude=PATTERN)}")
     low, saved, incidental = _low_and_whole(tuned, base, changed, aliases, model)
     deltas, whole_deltas, clamped, turns = list[Delta](), dict[str, Delta](), list[str](), orientation(base)
     all_keys = [key for key in {**base, **tuned} if type(key) is str]
@@ -261,7 +261,7 @@ def extract(
         module, _, leaf = key.rpartition(".")
         if module in low and key in changed and leaf == "weight":
             if len(turned := turns(key)) > 1:
-                what = f"{key} is square, [out, in] or [in, out], and matrices around it are of both kinds"
+                what = f"{key} is square, [out, in] or [in, out], and the matrices around it are of both kinds"
                 raise Unsupported(what, "Nothing was written.", f"Leave it out: {arg(exclude=key)}")
             after, before = (node[key].transpose() if True in turned else node[key] for node in (tuned, base))
             deltas.append(low_rank_change(key, module, after, before, rank, dtype))
@@ -274,12 +274,12 @@ def extract(
             whole_deltas[name] = Delta(MODEL, key, {"": entry}, {"": f"{MODEL}{name}"})
     if not deltas:
         what = f"no layer's matrix differs between {names[0]} and {names[1]}: {listed(sorted(changed))}"
-        why = "What may be embeddings is taken whole, and PEFT loads no adapter without a low-rank matrix."
+        why = "Possible embeddings are taken whole, and PEFT loads no adapter without a low-rank matrix."
         raise Unsupported(what, f"{why} Nothing was written.")
     if len(clamped) == len(deltas):
         largest = max(delta.rank for delta in deltas)
-        what = f"rank {rank:,} is more than that of any matrix that changed"
-        why = f"The largest has rank {largest:,}, which keeps all of it."
+        what = f"rank {rank:,} is higher than that of any matrix that changed"
+        why = f"The highest is {largest:,}, which keeps everything."
         raise UsageError(what, why, f"For example: {arg(rank=largest)}")
     tied_names = {*aliases, *aliases.values()}
     is_alone = "lm_head.weight" in tied_names and len(tied_names) == 2 and "lm_head.bias" not in base
@@ -318,9 +318,9 @@ def _low_and_whole(
     for key in changed:
         module, shape, dtypes = key.removesuffix(".weight"), base[key].shape, (tuned[key].dtype, base[key].dtype)
         if key.endswith("weight") and not all(dtype.is_float and dtype.itemsize > 1 for dtype in dtypes):
-            why = "The difference of codes is no difference of weights. Nothing was written."
+            why = "The difference of codes is not a difference of weights. Nothing was written."
             fix = f"Dequantize it first: {command('cast', FILE, dequantize=True, dtype='bf16', out=OUT)}"
-            raise Unsupported(f"{key} is quantized: its numbers are codes, whose scales stand elsewhere", why, fix)
+            raise Unsupported(f"{key} is quantized: it holds codes, whose scales are elsewhere", why, fix)
         is_depthwise = len(shape) > 2 and shape[1] == 1
         is_matrix = module != key and 2 <= len(shape) <= 5 and not is_depthwise and not EMBEDDING.fullmatch(key)
         is_odd = f".{module}".endswith(tuple(f".{end}" for end in model.odd))
@@ -345,8 +345,8 @@ def _low_and_whole(
 
 
 def _not_in_adapter(key: str) -> Unsupported:
-    what = f"{key} changed, and is no tensor that an adapter of PEFT can hold"
-    why = "It is no matrix, and PEFT takes along whole modules without others in them. Nothing was written."
+    what = f"{key} changed, but a PEFT adapter cannot hold it"
+    why = "It is not a matrix, and PEFT saves whole modules only if they contain no others. Nothing was written."
     return Unsupported(what, why, f"Leave it out: {arg(exclude=key)}")
 
 

@@ -65,7 +65,7 @@ class AdapterMerge:
             drop = command("edit", self.name, drop=PATTERN, out=OUT)
             what = f"{len(unplaced):,} of {counted(self.count, 'key')} of {self.name} have no place in {base_name}: "
             what += f"{listed(unplaced)}"
-            why = "It is for another base, for more than this part of it, or a key is misspelt. Nothing was written."
+            why = "It is for another base or for more than this part, or a key is misspelt. Nothing was written."
             fix = f"See what the adapter is for: {command('inspect', self.name)}; leave keys out on purpose: {drop}"
             raise NoMatch(what, why, fix)
         self._refuse_missing()
@@ -110,7 +110,7 @@ class AdapterMerge:
                     fits.append(keys)
             if len(fits) > 1 and not self.is_ordered and sorted(present) == sorted(present, key=lambda key: order[key]):
                 what = f"which change is for which of {listed(sorted(present))} is not known"
-                why = "They are of one shape, PEFT takes them in the order of the module, and this file sorts names."
+                why = "They are of one shape, PEFT takes them in the module's order, but this file sorts names."
                 fix = "Name a base that keeps the order: its state_dict(), saved with torch.save"
                 raise Unsupported(f"{self.name}: {what}", f"{why} Nothing was written.", fix)
             for delta, key in zip(deltas, fits[0] if fits else (), strict=False):
@@ -144,7 +144,7 @@ class AdapterMerge:
         except Misfit as misfit:
             what = f"{self.name}: the change to {delta.module} is for {list(misfit.args[0])}, and "
             what += f"{key} of {self.base_name} is {list(self.base[key].shape)}"
-            raise Conflict(what, "The adapter is for another base. Nothing was written.") from None
+            raise Conflict(what, "The adapter was trained on a different base. Nothing was written.") from None
         except Conflict as error:
             raise error.within(f"{self.name}: {delta.module}") from None
         before = () if delta.method == WHOLE else before
@@ -160,7 +160,7 @@ class AdapterMerge:
         else:
             value = self.merged.get(key, self.base[key])
             if not isinstance(value, TensorEntry) or not value.dtype.is_float:
-                what = f"{self.base_name}: {key} is quantized, or not of a floating type"
+                what = f"{self.base_name}: {key} is quantized, or not of a floating-point type"
                 raise Unsupported(what, "An adapter is added to plain weights. Nothing was written.")
             weight = value
         if replacement is not None:
@@ -227,7 +227,7 @@ class AdapterMerge:
         if missing:
             what = f"{self.name} has nothing for {counted(len(missing), 'tensor')} of modules that its configuration "
             what += f"names: {listed(missing)}"
-            raise NoMatch(what, "It is incomplete, or for another base. Nothing was written.")
+            raise NoMatch(what, "It is incomplete, or was trained on a different base. Nothing was written.")
 
     def _refuse_untied(self, is_unknown: bool) -> None:
         """Raises `Conflict` where tied tensors are not all changed in the same way; `Unsupported` for a changed
@@ -237,7 +237,7 @@ class AdapterMerge:
         if embeddings := [name for name in self.changed if is_unknown and EMBEDDING.fullmatch(name)]:
             what = f"{self.name} changes {listed(embeddings)}, and config.json ties the head to one"
             fix = "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
-            raise Unsupported(what, "Which tensors its library ties is not known here. Nothing was written.", fix)
+            raise Unsupported(what, "It is unknown which tensors its library ties. Nothing was written.", fix)
         apart = (
             f"Write the base without ties first: {command('convert', self.base_name, ties='copy', out=OUT_SAFETENSORS)}"
         )

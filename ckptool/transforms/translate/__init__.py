@@ -156,7 +156,7 @@ def _refuse_gaps(steps: Sequence[Step], rules: Sequence[Rule]) -> None:
     if missing:
         count = counted(len(missing), "tensor is", "tensors are")
         what = f"{count} missing: {listed(missing, 4)}"
-        raise NoMatch(what, "The layout has them, and so does the rest of the weights. Nothing was written.")
+        raise NoMatch(what, "The layout has them, and the rest of it is there. Nothing was written.")
 
 
 def _block_numbers(step: Step) -> dict[str, str]:
@@ -249,7 +249,7 @@ def _translated_optimizer(
             continue
         if lacking := [key for key in step.keys if (key in by_name) != (first in by_name) or key not in keys]:
             what = f"{place} has state for {first} and none for {lacking[0]}"
-            raise Conflict(what, "They become one parameter, half of whose moments would be invented.", WITHOUT)
+            raise Conflict(what, "They become one parameter; half of its moments would be made up.", WITHOUT)
         state |= _step_slots(step, by_name, root, place) if first in by_name else {}
     for key in keys:
         if renamed.setdefault(key, [key]) == [key] and key in by_name:
@@ -278,7 +278,7 @@ def _step_slots(step: Step, state: Mapping[str, Any], root: TranslatedRoot, plac
     if not moving:
         return dict(zip(step.outputs, slots, strict=True))
     if not all(isinstance(slot, dict) and slot.keys() == slots[0].keys() for slot in slots):
-        what = f"{place}: the state of {step.keys[0]} and of others have different fields"
+        what = f"{place}: the states of {step.keys[0]} and others have different fields"
         raise Conflict(what, "They become one parameter.", WITHOUT)
     new_slots: dict[str, dict[Any, Any]] = {name: {} for name in step.outputs}
     for field in slots[0]:
@@ -294,8 +294,8 @@ def _step_slots(step: Step, state: Mapping[str, Any], root: TranslatedRoot, plac
             for name in step.outputs:
                 new_slots[name][field] = values[0]
         else:
-            what = f"{place}: {field!s} of {step.keys[0]} is not of its shape"
-            raise Unsupported(what, "How the rules would apply to it is not known.", WITHOUT)
+            what = f"{place}: {field!s} of {step.keys[0]} does not have its shape"
+            raise Unsupported(what, "It is unknown how the rules would apply to it.", WITHOUT)
     return new_slots
 
 

@@ -56,7 +56,7 @@ class TranslatedRoot:
         at the rule, where a tensor does not fit.
         """
         if self.kept and rest == REFUSE:
-            what = f"no rule takes {counted(len(self.kept), 'key')}: {listed(self.kept, 6)}"
+            what = f"no rule matches {counted(len(self.kept), 'key')}: {listed(self.kept, 6)}"
             fix = f"Keep them as they are: {arg(rest='keep')}; leave them out: {arg(rest='drop')}"
             raise NoMatch(what, "Nothing was written.", fix)
         if rest == DROP:
@@ -67,7 +67,7 @@ class TranslatedRoot:
         def claim(name: str, owner: str, key: str) -> None:
             if name in owners:
                 what = f"two tensors would be {name!r}: by {owners[name]}; and by {owner}, from {key}"
-                raise Conflict(what, "Only one of them could stay. Nothing was written.")
+                raise Conflict(what, "Only one of them could be kept. Nothing was written.")
             if not name:
                 raise Conflict(f"the key {key} would become empty", "Nothing was written.")
             owners[name] = f"{owner}, from {key}"
@@ -89,7 +89,7 @@ class TranslatedRoot:
                 self.items |= produced[key]
             elif type(key) is not str or key in remaining:
                 if type(key) is str:
-                    claim(key, "a key that no rule takes", key)
+                    claim(key, "a key that no rule matches", key)
                 self.items[key] = value
         ties = self.translation.ties
         self.items |= {n: self.items[other] for n, other in ties if other in self.items and n not in self.items}
@@ -200,7 +200,7 @@ def after_chain(
                 columns = [applied(op, [tensor], number) for tensor in tensors]
                 if len(set(map(len, columns))) > 1:
                     sizes = listed([str(len(column)) for column in columns])
-                    raise UsageError(f"{op}: the tensors are of {sizes} in that dimension")
+                    raise UsageError(f"{op}: the tensors have sizes {sizes} in that dimension")
                 for index, row in enumerate(zip(*columns, strict=True)):
                     after[(*overs, (op.over, index))] = list(row)
         else:
@@ -336,7 +336,7 @@ class _Use:
         _refuse_unlike(tensors, axis)
         lengths = [tensor.shape[axis] for tensor in tensors]
         if self.op.lists and (named := self._sizes(sum(lengths), sum)) != lengths:
-            raise UsageError(f"the parts are of {lengths}, and {named} are named", UNFIT)
+            raise UsageError(f"the parts have sizes {lengths}, but the rule says {named}", UNFIT)
         return [joined(tensors, axis)]
 
     def stack(self, tensors: Tensors) -> Tensors:
@@ -374,7 +374,7 @@ class _Use:
     def add(self, tensor: TensorEntry) -> TensorEntry:
         """Adds an integer to every value, computed in f32: for norms that store w - 1."""
         if not tensor.dtype.is_float:
-            raise UsageError(f"{tensor!r} is of no floating type", UNFIT)
+            raise UsageError(f"{tensor!r} is not of a floating-point type", UNFIT)
         by = self._number(0)
         if not by:
             return tensor
@@ -404,7 +404,7 @@ def _refuse_unlike(tensors: Tensors, axis: int | None = None) -> None:
     for tensor in tensors:
         shapes = [[size for at, size in enumerate(entry.shape) if at != axis] for entry in (first, tensor)]
         if tensor.dtype is not first.dtype or len(tensor.shape) != len(first.shape) or shapes[0] != shapes[1]:
-            what = f"{first.dtype}{list(first.shape)} and {tensor.dtype}{list(tensor.shape)} cannot be put together"
+            what = f"{first.dtype}{list(first.shape)} and {tensor.dtype}{list(tensor.shape)} cannot be joined"
             raise UsageError(what, UNFIT)
 
 
@@ -413,7 +413,7 @@ def refuse_growth(tensor: TensorEntry, shape: Sequence[int]) -> None:
     size = prod(shape) * tensor.dtype.itemsize
     if min(shape, default=0) < 0 or size > max(LARGE, MAX_GROWTH * tensor.nbytes):
         what = f"{tensor!r} would become {list(shape)}, {size:,} bytes"
-        raise UsageError(what, "That is no shape, or more than a rule may make of a tensor.")
+        raise UsageError(what, "That is not a shape, or is more than a rule may make of a tensor.")
 
 
 def losses(op: Operation, before: Tensors, after: Tensors) -> str:
