@@ -15,7 +15,7 @@ def main() -> int:
     import gc
 
     gc.disable()  # it would search imports and trees again and again; nothing here lives long enough to be collected
-    if sys.argv[1:2] == ["--complete"]:  # a shell asks, while somebody types: without what it needs not
+    if sys.argv[1:2] == ["--complete"]:  # a shell asks while somebody types: import no more than needed
         from ckptool.cli.completion import complete
 
         os._exit(complete(sys.argv[2:]))
@@ -39,7 +39,7 @@ def forget_working_directory() -> None:
         entries = []
     absolute = [part for part in entries if os.path.isabs(part)]
     relative = ["", *(part for part in entries if not os.path.isabs(part))]
-    length = 1 + len(entries)  # what follows is Python's own, and the libraries
+    length = 1 + len(entries)  # Python's own entries and the libraries follow
     front = [
         place for place in sys.path[:length] if place in absolute or not any(_is_same(place, part) for part in relative)
     ]

@@ -321,7 +321,7 @@ def for_python(function: Any) -> Any:
     lines = [f"{each.name}: {re.sub('--[a-z-]+', lambda f: names.get(f[0], f[0]), each.option.help)}" for each in typed]
     declared = inspect.signature(function, eval_str=True).parameters.values()
     lines += [param.annotation.__doc__ or "" for param in declared if hasattr(param.annotation, "__required_keys__")]
-    called.__module__ = "ckptool"  # where processes that it is sent to find it
+    called.__module__ = "ckptool"  # where processes that it is pickled to find it
     called.__doc__ = "\n    ".join([(function.__doc__ or "").rstrip() + "\n", *lines, ""])
     return called
 
@@ -358,7 +358,7 @@ def _check_of_types(function: Any, kinds: Mapping[str, Any], typed: Iterable[Par
 def _fspath_of(path: os.PathLike[Any]) -> Any:
     try:
         return os.fspath(path)
-    except TypeError:  # it gives neither text nor bytes
+    except TypeError:  # it returns neither text nor bytes
         return None
 
 

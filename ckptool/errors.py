@@ -29,7 +29,7 @@ class CkptoolError(Exception):
 
     code = "error"
     exit_code = 2
-    meaning = ""  # why, where a raise does not say more
+    meaning = ""  # `why`, where the raise does not give one
     what: str
     why: str
     fix: str
@@ -58,7 +58,7 @@ class CkptoolError(Exception):
         """Fills in the slots of its commands: a slot called NAME becomes `words[NAME]`."""
         for name, text in list(vars(self).items()):
             if isinstance(text, Text) and text.parts:
-                program = ("ckptool",)  # options that stand alone are about another file
+                program = ("ckptool",)  # options without a command are about another file
                 parts = (
                     part.with_words(words) if isinstance(part, Command) and part[:1] == program else part
                     for part in text.parts
@@ -311,14 +311,14 @@ def printable(text: str) -> str:
         return text
     if _MARKED.search(text):
         return str(Text(text))
-    # As Python's `unicode_escape`, which is a module that there may be no more room to import.
+    # As Python's `unicode_escape`, a module that may no longer be importable where memory has run out.
     return text.translate({ord(char): repr(char)[1:-1] for char in set(text) if not char.isprintable()})
 
 
 # A command or option in a text is held apart by this until the text enters an error; no name in a file can have it.
 _MARK = f"\ue000{os.urandom(8).hex()}"
 _MARKED = re.compile(rf"{_MARK}\((.*?){_MARK}\)", re.DOTALL)
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # as a terminal is told them
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # as terminals read them
 
 
 class Slot(str):

@@ -166,8 +166,8 @@ class Note:
         object.__setattr__(self, "message", escaped(self.message))
 
 
-# A line; a line in pieces; a table; a note; or what depends on the columns of the terminal (None: lines of any length).
-# An empty line stands between what is before and what is after it: none begins or ends a text, none follows another.
+# A line; a line in pieces; a table; a note; or a function of the terminal's columns (None: lines of any length).
+# An empty text separates what is before and after it: none begins or ends the output, none follows another.
 # None is nothing at all.
 Part = str | Table | Note | Callable[[int | None], Iterable[Any]] | tuple[str, ...] | None
 Told = Iterable[Part]

@@ -24,9 +24,9 @@ from ckptool.formats import CheckpointLike, members, named, open_file
 
 BESIDE = {"device", "strides", "requires_grad", "parameter"}  # what differs beside equal values
 IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")
-# What a safetensors file cannot say; two of a kind that can are compared in it.
+# What a safetensors file cannot record; compared where both containers can.
 _ONLY_IN_PICKLES = ("device", "strides", "requires_grad", "metadata")
-# What "same" rests on; the weakest that some tensor was called the same by.
+# The evidence for "same": the weakest by which any tensor counts as the same.
 BYTES, VALUES, TOLERANCE = "bytes", "values", "values within the tolerance"
 EVIDENCE = {BYTES: "byte for byte", VALUES: "by their values", TOLERANCE: "within the tolerance"}
 ROWS, NAMES = 9, 40  # of a kind of difference, unless all are asked for; columns for their names
@@ -162,7 +162,7 @@ class Diff(Report):
             if not is_integer(change):
                 values.append((name, change))
                 continue
-            (old, new), delta = change.aspects["values"], change.values  # of one element, else how many elements
+            (old, new), delta = change.aspects["values"], change.values  # of one element, else their number
             share = f"{delta.changed:,} of {counted(delta.total, 'element')}" if delta is not None else ""
             integers.append((name, share if old is None else f"{old} → {new}"))
         yield from (block("counters and other integers", integers, by_end=True), "")
@@ -395,7 +395,7 @@ def diff_of_parts(
         b = replace(b, checkpoint=a.checkpoint)  # then equal parts are known to be equal without being read
     remarks, parts = list[str](), [a.taken, b.taken]
     modules = [module_attributes(part.tree) is not None for part in parts]
-    if modules[0] != modules[1]:  # one of them by its state dict: so the other, too
+    if modules[0] != modules[1]:  # one is its state dict: compare that of the other, too
         parts = [_weights_of(part, remarks) if module else part for part, module in zip(parts, modules, strict=True)]
     # Of two whole files, what they have in common: all, or the weights in each. One is bare and the other holds weights
     # among other things, or each has its only model under a name of its own, as two engines do (`module`, `model`).

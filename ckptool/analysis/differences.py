@@ -192,7 +192,7 @@ class Comparer:
         self.order, self.metadata = list[str](), list[str]()
         self.compared = dict[tuple[int, int], _Outcome]()
         self._seen = set[tuple[int, int]]()
-        self._rights, self._lefts = dict[int, Any](), dict[int, Any]()  # what stands for each object of the other tree
+        self._rights, self._lefts = dict[int, Any](), dict[int, Any]()  # the counterparts in the other tree
         self._bare = dict[int, Any]()  # `_metadata` whose keys have lost their prefixes, by id (and kept alive for it)
 
     def chosen(self, left: Chosen, right: Chosen) -> list[_Pair]:
@@ -283,7 +283,7 @@ class Comparer:
             name = without_wrappers(segment) if strip and type(segment) is str else segment
             key = _comparison_key(name, counts)
             if key in parts and not strip:
-                key = (_ATTRIBUTE, key)  # of a dictionary with attributes, one is called as a key is
+                key = (_ATTRIBUTE, key)  # a dictionary with an attribute that has the name of a key
             if key in parts:
                 names = [text for text, _ in children(node) if type(text) is str and without_wrappers(text) == key]
                 what = f"without their prefixes {names[0]!r} and {names[1]!r} are both {str(key)!r}"
@@ -334,10 +334,10 @@ class Comparer:
                 aspects["strides"] = (a.stride, b.stride)
             for name in ("requires_grad", "parameter") if "requires_grad" not in self.skipped else ():
                 aspects |= self._unless_skipped(name, getattr(a.flags, name), getattr(b.flags, name))
-            is_one = a.same_view(b) and a.storage.data is b.storage.data  # there is nothing to read
+            is_one = a.same_view(b) and a.storage.data is b.storage.data  # then nothing has to be read
             if "shape" not in aspects and not is_one:
                 view_a, view_b = without_repeats(a)[0], without_repeats(b)[0]
-                if view_a.shape != view_b.shape:  # else each value once: a kilobyte may show a terabyte
+                if view_a.shape != view_b.shape:  # otherwise each value once: views of a kilobyte may show a terabyte
                     view_a, view_b = a, b
                 exact = not (self.atol or self.rtol) and a.dtype is b.dtype and a.flags.lazy == b.flags.lazy
                 if exact and not self.statistics:

@@ -36,7 +36,7 @@ from ckptool.formats import PathLike
 
 SCHEMA = "ckptool.digests/1"
 MAX_FILE = 512 << 20
-# Views may show a byte many times over: so much more than what is stored is read for their sake.
+# Views may show a byte many times: for them, so much more than what is stored is read.
 _FREE_BYTES = 256 << 20
 _TIMES_STORED = 4
 _THREADS, _BATCH = 2, 64
@@ -94,7 +94,7 @@ def tensor_digests(root: Any, pairs: Sequence[tuple[Path, Tensor]]) -> list[Tens
     """The digests of these tensors of a tree, in their order. Contiguous data in a file is read by two threads.
     Raises `LimitExceeded` where views show far more than is stored."""
     allowance = readable_bytes(root)
-    views: dict[Any, Tensor] = {}  # what shows the same bytes in the same way is read once
+    views: dict[Any, Tensor] = {}  # tensors that are the same view are read once
     for path, tensor in pairs:
         allowance -= tensor.nbytes
         if allowance < 0:
@@ -112,7 +112,7 @@ def tensor_digests(root: Any, pairs: Sequence[tuple[Path, Tensor]]) -> list[Tens
         digests = {key: tensor_digest(tensor) for key, tensor in views.items() if key not in batched}
         digests |= zip(plain, (digest for batch in digest_batches for digest in batch), strict=True)
     rows = []
-    for path, tensor in pairs:  # of what is no plain tensor, its kind before the type of its elements
+    for path, tensor in pairs:  # a composite has its kind before its element type
         dtype = tensor.dtype.name if tensor.dtype else "?"
         dtype = dtype if isinstance(tensor, TensorEntry) else f"{tensor.kind} {dtype}"
         keys = [_key_json(segment) for segment in path]

@@ -50,14 +50,14 @@ class Chain:
         self.at = at
         self.steps: list[Fix] = []
         self._taken: set[str] = set()
-        self._suffix: str | None = None  # of what was written last, where that is another than the input's
+        self._suffix: str | None = None  # of the last output, where that differs from the input's
 
     def fill(self, command: Command) -> Command:
         """The command for the file as the commands before left it; for a checkpoint in memory, the command itself."""
         words, output, place = list[str](), "", ""
         for word in command:
             if isinstance(word, Slot) and word.startswith("OUT"):
-                suffix = self._suffix_of(words[2]) if command[1] == "recover" else ""  # of a file, maybe in a folder
+                suffix = self._suffix_of(words[2]) if command[1] == "recover" else ""  # of a file, perhaps in a folder
                 word = output = self._free_name(word[3:] or suffix or None)
             elif isinstance(word, Slot) and word.startswith("FILE"):
                 place = "/".join(part for part in (self.at, word.partition("#")[2]) if part)
@@ -80,14 +80,14 @@ class Chain:
         self._suffix = suffix or self._suffix
         path = self.original or "checkpoint"
         name = os.path.basename(path)
-        if is_url(path):  # a name here; of `runs/` and `.` one beside the folder
+        if is_url(path):  # a name in the working directory; for `runs/` and `.` one beside the folder
             path = os.path.basename(path.rstrip("/"))
         elif name in ("", ".", ".."):
             path = os.path.normpath(path)
             is_above = os.path.basename(path) in (".", "..")
             path = os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path)))) if is_above else path
         stem, ending = parted(path)[0], self._suffix_of(path)
-        ending = "" if ending.endswith(".index.json") else ending  # what is written for an index is a folder
+        ending = "" if ending.endswith(".index.json") else ending  # the output for an index is a folder
         ending = ending if self._suffix is None else self._suffix
         stem += ".fixed" if ending else "-fixed"  # which is no suffix
         names = (f"{stem}{number if number > 1 else ''}{ending}" for number in count(1))

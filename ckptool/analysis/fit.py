@@ -70,7 +70,7 @@ def of_layout(
         return
     if root.path:  # an entry of the file, or one set of several: the file is not a state dict
         tops = [key for key, _ in children(contents.tree)]
-        expression, node = "checkpoint", contents.tree  # what they are in Python: `checkpoint['learner'].model`
+        expression, node = "checkpoint", contents.tree  # the weights in Python: `checkpoint['learner'].model`
         for key in root.path:
             is_own = isinstance(node, Object) and key in (node.attributes or ()) and str(key).isidentifier()
             expression += f".{key}" if is_own else f"[{key!r}]"
@@ -135,10 +135,10 @@ def _non_tensor_finding(root: StateDict, dropped: Collection[str]) -> Iterator[F
     holds_tensors = any(isinstance(node, Tensor) for value in odd.values() for _, node in walk(value))
     name = "not-a-tensor, but holds some" if holds_tensors else "not-a-tensor"
     reason = finding(name, count=f"{len(odd):,}", entries=entries, odd=examples)
-    if any(map(state_dicts.is_optimizer, root.node.values())):  # of a run, as torchtitan saves it: nothing is wrong
+    if any(map(state_dicts.is_optimizer, root.node.values())):  # of a run, as torchtitan saves it: that is no problem
         reason = replace(reason, blocks=False)
     droppable = [key for key in odd if type(key) is str and not set(".*?[]~/") & set(key) and not key.startswith("re:")]
-    if len(droppable) == len(odd) and not holds_tensors:  # no module's parameter is called so
+    if len(droppable) == len(odd) and not holds_tensors:  # no parameter of a module has such a name
         reason = replace(reason, commands=(command("edit", FILE, drop=droppable, out=OUT),), advice="")
     yield reason
 
@@ -252,7 +252,7 @@ def _prefixes(names: Iterable[str], full_names: Collection[str]) -> dict[str, No
 
 def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
     """The steps of a way, and what does not fit after them."""
-    from ckptool.names.layout import translation_to  # all layouts, which no other diagnosis needs
+    from ckptool.names.layout import translation_to  # imports all layouts, which no other diagnosis needs
 
     yield from way.steps
     names, shapes = way.fit.names, way.fit.shapes

@@ -26,9 +26,9 @@ from ckptool.pickles.plain import expand
 
 CACHE = "refs/notes/textconv/ckptool"
 DIGITS = 12
-TEXT = 1 << 20  # bytes: what is no checkpoint, and no longer than this, is shown if it is a text
+TEXT = 1 << 20  # bytes: a file that is no checkpoint is shown up to this size, if it is text
 WIDTH = 200  # characters of a value
-SMALL = 1024  # bytes, which no pointer of git-lfs has
+SMALL = 1024  # bytes, more than any git-lfs pointer has
 POINTER = re.compile(
     rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?oid sha256:([0-9a-f]{64})\nsize (\d+)\n"
 )
@@ -96,7 +96,7 @@ def _content_lines(source: Source) -> Iterator[str]:
     for (path, _), tensor, kind in zip(pairs, digests, kinds, strict=True):
         shape, digest = list(tensor.shape or ()), tensor.sha256[:DIGITS]
         yield f"{printable(address(path)) or WHOLE}  {kind}{tensor.dtype} {shape}  {digest}"
-    if contents.unlisted:  # a change of one of them is to be seen, too
+    if contents.unlisted:  # so that a change in one of them shows, too
         more = counted(contents.unlisted, "more entry", "more entries")
         yield f"… and {more}, in a file with the digest  {_digest(source)}"
     for key, value in contents.metadata.items() if formats.named(checkpoint.container).tensors_only else ():

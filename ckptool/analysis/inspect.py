@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 WASTE_WORTH_A_NOTE = 1 << 16
 MAX_ENTRIES = 50_000  # plain values that are listed one by one
-SHORT = 8  # a container of so many plain values is listed wherever it stands
+SHORT = 8  # a container of at most so many plain values is listed in each of its places
 NAMES = 56  # columns for names of the outline; longer ones push their line to the right
 ENGINE = ("engine", "ranks", "step")  # of the metadata
 STATISTICS = ("count", "min", "max", "mean", "std", "norm", "zeros", "nans", "infs")
@@ -306,7 +306,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     roots = [replace(root, path=base + root.path) for root in roots] if base else roots
     modules = {root.path: root for root in roots if root.module is not None}
     owner, renamed = owners(modules.values()), list[TensorRow]()
-    for row in rows if modules else ():  # those of whole modules under the names of their state dicts
+    for row in rows if modules else ():  # rows of whole modules get the names of their state dicts
         if (place := owner(row.path)) is None:
             renamed.append(row)
         elif (root := modules.pop(place, None)) is not None:  # its first row
@@ -476,8 +476,8 @@ def _naming_notes(roots: Sequence[StateDict]) -> Iterator[Note]:
         if not kinds:
             continue
         with_module = sum(count for kind, count in kinds.items() if "module" in kind.split("."))
-        partial = partial or 0 < with_module < len(names)  # the command is one for all roots
-        collide = collide or len({*map(without_wrappers, names)}) < len(names)  # then no command does it
+        partial = partial or 0 < with_module < len(names)  # one command for all roots
+        collide = collide or len({*map(without_wrappers, names)}) < len(names)  # then no command can
         wrapped = sum(kinds.values())
         where = f"{wrapped:,} of {counted(len(names), 'key')} of {root.address or 'the file'}"
         prefixes = listed([f"'{kind}'" for kind in sorted(kinds)])

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LINES = 40  # of a file, unless more is asked for
 ROOTS = 60  # parts with a line of their own
 SHOWN = 12  # of more siblings than there is room for
-DEEPEST = 100  # pieces of a name, before its rest is one
+DEEPEST = 100  # pieces of a name; the rest of it is one more
 FOLDED = 3  # siblings that are shown as one, at least
 _ASPECTS = attrgetter("dtype", "shape", "stride", "storage.location", "flags")
 _OF_COMPOSITES = attrgetter("dtype", "shape", "location", "kind", "nbytes")
@@ -278,7 +278,7 @@ def root_detail(part: PartSummary) -> str:
 ADAM = 3  # tensors beside each trainable one, of its dtype and shape: a gradient and two moments
 _BUFFERS = ("running_mean", "running_var")  # what BatchNorm and InstanceNorm keep beside their parameters
 _UNKNOWN = frozenset({"quantized", "quantized-unknown"})  # notes on codes, whose weights have other sizes
-_ADAPTER = "adapter"  # the note on one: how large its model is, it does not say
+_ADAPTER = "adapter"  # the note on an adapter, which does not say how large its model is
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def refuse_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], report: LoadRe
     if not quant:
         return
     tensors = {key: value.view for key, value in node.items() if isinstance(value, (TensorEntry, Composite))}
-    from ckptool.analysis.warm_start import AS_IT_IS  # which no other of these needs
+    from ckptool.analysis.warm_start import AS_IT_IS  # which the other functions do not need
 
     views = {tensors[fact.source] for fact in report.loaded if fact.how == AS_IT_IS}
     loaded = {key for key, view in tensors.items() if view in views}

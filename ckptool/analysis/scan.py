@@ -263,7 +263,7 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
                 rows.append(_damaged_row(file, Corrupt(what, why)))
     for row in [row for row in rows if not (files[row.path] or row.calls)]:
         source = Source(row.path) if row.state in ("corrupt", "truncated") else None
-        if source is None or not reaches_a_call(FileRange(source, 0, source.size)):  # before the damage
+        if source is None or not reaches_a_call(FileRange(source, 0, source.size)):  # that is, before the damage
             rows.remove(row)
     # The newest good one by step where every one has it, else by epoch, else by time: a copy or a download changes
     # times. Of two of the same step, the one that holds more: kinds of contents and members, then bytes.

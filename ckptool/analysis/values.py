@@ -148,10 +148,10 @@ class _Sketch:
         count, self.rows = entry.numel, entry.shape[0] if len(entry.shape) > 1 else 1
         self.row = count // self.rows
         step = max(1, -(-count // values))
-        while step > 1 and gcd(step, count) > 1:  # else only some of the columns would be seen
+        while step > 1 and gcd(step, count) > 1:  # otherwise only some of the columns would be sampled
             step += 1
         self.step, self.position, self.sample = step, 0, list[Array]()
-        self.zero_rows, self.is_zero = 0, False  # is_zero: so far, of a row that comes in parts
+        self.zero_rows, self.is_zero = 0, False  # is_zero: of a row that comes in parts, so far
         # Where the blocks of rows and of columns begin; and of each block the sum, and what is not finite.
         self.tops, self.lefts = _part_starts(self.rows, side), _part_starts(self.row, side)
         self.sums, self.missing = numpy.zeros((2, len(self.tops), len(self.lefts)))

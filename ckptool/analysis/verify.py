@@ -203,7 +203,7 @@ class Verification(Report):
 def problem_lines(problems: Iterable[Problem]) -> Told:
     """What is wrong, with the tensors concerned: the first of a kind, and how many others there are."""
     groups: dict[tuple[str, str] | int, list[Problem]] = {}
-    for number, problem in enumerate(problems):  # a cut loses hundreds of records for one reason
+    for number, problem in enumerate(problems):  # a truncated file loses hundreds of records for one reason
         groups.setdefault((problem.code, problem.why) if problem.code == "lost" else number, []).append(problem)
     for group in list(groups.values())[:SHOWN]:
         first = group[0]
@@ -229,7 +229,7 @@ def verified(
         checkpoint = input if isinstance(input, Checkpoint) else formats.read_source(input)
     except _DAMAGE as error:
         if isinstance(input, Checkpoint) or (isinstance(input, Folder) and len(sharded.checkpoints_in(input)) > 1):
-            raise  # none of them was looked at, so none is called damaged
+            raise  # none of them was read, so none is called damaged
         return _damaged_report(input, error), None
     source = checkpoint.source if isinstance(input, Checkpoint) else input
     part = checkpoint if at is None else part_of(checkpoint, at)
@@ -453,7 +453,7 @@ def check_archive(archive: Archive, tree: Any) -> list[Problem]:
     owners: dict[int, list[str]] = defaultdict(list)  # the addresses of the tensors in each record, by its id
     by_data = {id(record.data): id(record) for record in records if record.is_used}
     starts = [start + record.data_at for record in records]
-    for place, storage in _storages_by_address(tree) if not is_intact else ():  # a walk past every name
+    for place, storage in _storages_by_address(tree) if not is_intact else ():  # it walks past every name
         data = storage.data
         owner = by_data.get(id(data))
         if owner is None and isinstance(data, FileRange) and data.file is file:

@@ -58,13 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         reserve.append(bytes(RESERVE))
         with while_open():
-            named_urls(" ".join(words))  # from here on, no text that is printed has what is secret in them
+            named_urls(" ".join(words))  # from here on, no printed text shows the secrets in URLs
             code = _run(words, results)
     except KeyboardInterrupt:
         _interrupts.append(signal.SIGINT)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
-    except Exception as error:  # the one place that tells all of them
+    except Exception as error:  # the one place that reports all errors
         if debug:
             raise
         reserve.clear()
@@ -123,11 +123,11 @@ def _run(words: list[str], results: list[Json]) -> int:
     answers, is_spaced, label = _answers(first, function, parse(first, parameters, words[1:]))
     form, code = FORM.get(), 0
     with output.shown_progress(label), ExitStack() as stack:
-        if isinstance(answers, Generator):  # whatever happens, no process is left that works for it
+        if isinstance(answers, Generator):  # whatever happens, no worker process is left
             stack.callback(answers.close)
         for number, answer in enumerate(answers):  # each is printed as it comes; JSON is one object at the end
             code = max(code, answer.exit_code)
-            if isinstance(answer, CkptoolError) and form == "json":  # of one file: it stands among the results
+            if isinstance(answer, CkptoolError) and form == "json":  # of one file: it is one of the results
                 results.append(error_json(answer))
             elif isinstance(answer, CkptoolError):
                 _print_error(answer, [])
@@ -237,7 +237,7 @@ def _with_summary(
     for result in results:
         failed = isinstance(result, Exception)
         counts[2 if failed else min(result.exit_code, 1)] += 1
-        if failed and outcomes[2] == REFUSED:  # as was asked for, the others are written
+        if failed and outcomes[2] == REFUSED:  # with --skip-refused, the others are written
             result = Answer(error_json(result) if style is None else error_text(result, style), 1)
         yield in_words(result) if isinstance(result, Exception) else result
     if style is not None and not quiet:
@@ -283,7 +283,7 @@ def _answer(function: Any, args: Arguments, first: str, style: Style | None, fil
                     error.fill({"FILE": commands.as_argument(split(path)[0])})
                 raise
         if "training" in hooks.values() and os.environ.get("RANK", "0") != "0":
-            return answer_of(Page(), style, {}, report.exit())  # under torchrun the first process tells
+            return answer_of(Page(), style, {}, report.exit())  # under torchrun only the first process reports
     return answer_of(report, style, _options_of(report.told, args), report.exit() if declared.exits else 0)
 
 

@@ -23,7 +23,7 @@ from ckptool.errors import counted, printable
 
 SECONDS = 3
 FILES = 1  # the exit code that asks the shell for names of files
-_PLAIN = re.compile(r"[\w./+@%,:=-]*")  # is itself to every shell, wherever it goes on in a word
+_PLAIN = re.compile(r"[\w./+@%,:=-]*")  # means itself to every shell, anywhere in a word
 
 
 class Candidate(NamedTuple):
@@ -95,7 +95,7 @@ VALUES: dict[str, Callable[[], Sequence[str]]] = {
     "[CODE|-]": lambda: list(_module("verbs._explain").all_codes()),
     "[VERB]": lambda: [verb for verb in VERBS if " " not in verb],
 }
-# What only a person knows.
+# Values that only a person knows.
 NOT_OFFERED = {*"N X D R T FRACTION SECONDS STEP SIZE DECAY RxC W,W,… SLICE PATTERN".split()}
 
 
@@ -172,7 +172,7 @@ def addresses(path: str, typed: str) -> list[Candidate]:
     parts += [(str(key), part) for key, part in (module_state_dict(node) or {}).items() if str(key) not in counts]
     parts_by_name = {name: part for name, part in parts if name and counts[name] < 2}  # 0 and '0' read the same
     names, candidates = [name for name in parts_by_name if name.startswith(start)], list[Candidate]()
-    while True:  # up to the next dot: where there is only one way, up to where there are several
+    while True:  # up to the next dot; while there is only one continuation, further
         groups = Counter(name[: name.find(".", len(start)) + 1] or name for name in names)
         only = next(iter(groups), "")
         if len(groups) != 1 or only in parts_by_name:

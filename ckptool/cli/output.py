@@ -23,7 +23,7 @@ from ckptool.facts import bar, size
 from ckptool.render import lines
 from ckptool.render.lines import Style
 
-FORM = ContextVar("form", default="text")  # of what the command that runs prints: or json, markdown
+FORM = ContextVar("form", default="text")  # of what the running command prints: text, json or markdown
 
 
 class Answer(NamedTuple):
@@ -56,7 +56,7 @@ def style_of(stream: TextIO) -> Style:
     columns = os.environ.get("COLUMNS", "")
     if not terminal:
         return Style(colour)
-    if re.fullmatch("[0-9]{2,4}", columns) and int(columns) >= 20:  # what is narrower was not meant
+    if re.fullmatch("[0-9]{2,4}", columns) and int(columns) >= 20:  # narrower is no real width
         return Style(colour, int(columns))
     width = 80
     with suppress(OSError, ValueError):
@@ -131,7 +131,7 @@ def shown_progress(label: str) -> Iterator[None]:
         def draw() -> None:
             pause = SHOWN_AFTER
             while not ended.wait(pause):
-                with suppress(IndexError):  # it ended meanwhile
+                with suppress(IndexError):  # the pass ended meanwhile
                     if monotonic() - progress.passes[0].began >= SHOWN_AFTER / 2:
                         show(progress_line(label, width))
                 pause = 0.1
@@ -219,7 +219,7 @@ def in_words(error: Exception) -> CkptoolError:
         what = f"a system limit was reached: {error!s}"
         why = "This process cannot open more files, start threads or use more memory. Outputs are unchanged."
         return FileProblem(what, why, "Look at the limits: ulimit -a")
-    is_silent = isinstance(error, SystemError) and " without " in str(error)  # not even C made the error
+    is_silent = isinstance(error, SystemError) and " without " in str(error)  # C code that failed to set an error
     if isinstance(error, (MemoryError, RecursionError)) or is_silent:
         what = "there is not enough memory" if not isinstance(error, RecursionError) else "values are nested too deep"
         why = "The file needs more than this machine has, or is malicious. Outputs are unchanged."

@@ -49,7 +49,7 @@ def verb_help(verb: str, declared: Declared, parameters: Sequence[Parameter], st
     shown = [param for param in parameters if not param.option.hidden]
     rows = [(called(param), about(param)) for param in shown if not param.option.flags]
     blocks += [_table(style, "Arguments", rows)] if rows else []
-    several = sum(param.option.rare for param in shown) > 1  # one alone stands with the others
+    several = sum(param.option.rare for param in shown) > 1  # a single rare one is listed with the others
     flags = [param for param in shown if param.option.flags]
     options = [(MORE if param.option.rare and several else param.option.panel, param) for param in flags]
     for panel in sorted(dict.fromkeys([None, *(panel for panel, _ in options)]), key=lambda panel: panel == MORE):
@@ -148,7 +148,7 @@ def parse(verb: str, parameters: Sequence[Parameter], words: Sequence[str]) -> d
     """What was typed, by the names of the parameters, else their defaults. Raises `UsageError`."""
     from typer import BadParameter
 
-    bad_usage: Any = BadParameter.__mro__[1]  # what is raised for all that cannot be parsed; typer exports this one
+    bad_usage: Any = BadParameter.__mro__[1]  # the base of all parse errors; typer exports only this one
     try:
         typed = parser(verb, parameters)(args=list(words), prog_name=f"ckptool {verb}", standalone_mode=False)
     except bad_usage as error:

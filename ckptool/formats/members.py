@@ -357,11 +357,19 @@ def _training_members(folder: Folder, *, beside: bool = False) -> MemberFiles | 
     return MemberFiles(kind, engine, tuple(members), tuple(missing), beside) if evidence else None
 
 
+# Modules of sentence-transformers that save weights; of others (Pooling, Normalize) there is a configuration alone.
+_WITH_OWN_WEIGHTS = frozenset(
+    "Dense LSTM CNN LayerNorm WeightedLayerPooling WordEmbeddings WordWeights StaticEmbedding SparseAutoEncoder".split()
+)
+
+
 def _components(folder: Folder, table: str) -> Iterator[tuple[str, str]]:
     """The folders that a table of diffusers or of sentence-transformers (by `path`) lists, and what is there:
     `weights`, `config.json`, other `files` or nothing."""
     listing = json_or_none(os.path.join(folder.path, table), MAX_JSON) if table in folder else None
-    names = [fields(module).get("path") for module in items(listing)] if table == "modules.json" else []
+    modules = [*map(fields, items(listing))] if table == "modules.json" else []
+    names = [module.get("path") for module in modules]
+    types = {str(module.get("path")).strip("/"): str(module.get("type")).rpartition(".")[2] for module in modules}
     if "" in names and ROUTER in folder:  # which chooses among modules that are in folders of their own
         names += fields(fields(json_or_none(os.path.join(folder.path, ROUTER), MAX_JSON)).get("types"))
     for name, value in fields(listing).items() if table == "model_index.json" else ():
@@ -373,7 +381,12 @@ def _components(folder: Folder, table: str) -> Iterator[tuple[str, str]]:
         elif type(name) is str and (name := name.strip("/")) and "/" not in name:
             files = _names_in(folder, name) if name not in (".", "..") else []
             kind = CONFIG if CONFIG in files else "files" if files else ""
-            yield name, "weights" if any(map(_is_weights, files)) else kind
+            if any(map(_is_weights, files)):
+                yield name, "weights"
+            elif kind and types.get(name) in _WITH_OWN_WEIGHTS:
+                yield f"{name}/model.safetensors", ""
+            else:
+                yield name, kind
 
 
 def _is_folder(folder: Folder, name: str) -> bool:

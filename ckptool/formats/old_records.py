@@ -133,17 +133,20 @@ class _Record:
         if kind in ("dict", "odict"):
             node.update((self.value(k), self.value(v)) for k, v in fields[0])
             if kind == "odict":
-                node.attributes = self.value(fields[1])
+                node.attributes = _none_or(dict, self.value(fields[1]))
         elif kind in ("list", "set"):
             (node if kind == "list" else node.items).extend(self.values(fields[0]))
         elif kind == "bytearray":
             node.extend(base64.b64decode(fields[0]))
         elif kind == "object":
-            node.items, node.elements, node.state = self.values(fields[4:7])
+            entries, elements, node.state = self.values(fields[4:7])
+            node.items, node.elements = _none_or(dict, entries), _none_or(list, elements)
             node.adds = bool(fields[7])
 
     def _storage(self, name: str, location: str, how: list[Any] | None) -> Storage:
         entry = self.stored[name]
+        if type(location) is not str:
+            raise TypeError("a location")
         if how is None:
             return Storage(entry.storage.data, location, entry.storage.crc)
         dtype, shape, axes, conj, neg = by_name(how[0]), tuple(how[1]), how[2], how[3], how[4]
@@ -171,6 +174,12 @@ class _Record:
             stride = row_major_strides(shape)
         check_view(storage.nbytes, dtype, shape, stride, offset)
         return TensorEntry(storage, dtype, shape, stride, offset, flags)
+
+
+def _none_or(kind: type[Any], value: Any) -> Any:
+    if not isinstance(value, (kind, type(None))):
+        raise TypeError(f"no {kind.__name__}")
+    return value
 
 
 def _at(items: list[Any], index: Any) -> Any:

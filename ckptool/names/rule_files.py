@@ -40,7 +40,7 @@ MAX_RULES = 16 << 20  # bytes of a file of them
 
 
 def rules_tree(path: str, look: str) -> Any:
-    """The tree of a YAML file of rules, with its lines; no object is constructed. look: for errors, such a file.
+    """The tree of a YAML file of rules, with its lines; no object is constructed. look: an example, for errors.
 
     Raises `UsageError` that points at the line, `FileProblem` if the file cannot be read.
     """

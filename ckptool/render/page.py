@@ -216,7 +216,7 @@ def _modules(part: PartSummary, statistics: Mapping[str, Statistics], limit: int
     for name, members in [*((name, members) for *_, name, members in cells[: 2 * CELLS]), ("", remaining)]:
         hue = hues.setdefault(_piece(name, start), len(hues) % HUES) if part.root.is_model else HUES
         bad = sum(1 for place, _ in members if (row := statistics.get(place)) is not None and (row.nans or row.infs))
-        label = name[start:] if any(c.isalpha() for c in name[start:]) else name  # a number says nothing alone
+        label = name[start:] if any(c.isalpha() for c in name[start:]) else name  # a number alone says nothing
         if nbytes := sum(nbytes for _, nbytes in members):
             yield Cell(name, label, [place for place, _ in members] == [name], len(members), nbytes, hue, bad)
 

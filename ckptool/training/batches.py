@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,12 +30,13 @@ _END = object()
 class Position:
     """The place of the next batch. epoch: from 0.  batch: how many of this epoch were yielded.
 
-    began: the steps done before this epoch.  start: the random state with which it began.  body: that with which the
-    enclosing body of `run.epochs` began.
+    began: the steps done before this epoch.  length: the batches of this epoch, where the loader knows it.  start: the
+    random state with which it began.  body: that with which the enclosing body of `run.epochs` began.
     """
 
     def __init__(self) -> None:
         self.epoch = self.batch = self.began = 0
+        self.length: int | None = None
         self.start: rng.State | None = None
         self.body: rng.State | None = None
         self.loader_state: Any = None
@@ -45,7 +46,7 @@ class Position:
     def next_epoch(self, completed: int) -> None:
         """Moves to the beginning of the next epoch. completed: the steps so far."""
         self.epoch, self.batch, self.began = self.epoch + 1, 0, completed
-        self.start = self.body = self.loader_state = None
+        self.start = self.body = self.loader_state = self.length = None
         self.parts = {}
 
     def rank_state(self) -> dict[str, Any]:
@@ -57,9 +58,14 @@ class Position:
             optional["body_start"] = self.body
         return {"epoch_start": self.start if inside else None, "loader": state, **optional}
 
+    def common_state(self) -> dict[str, Any]:
+        """The part of the position that is the same in all processes."""
+        return {"epoch": self.epoch, "batch": self.batch, "began": self.began, "length": self.length}
+
     def restore(self, saved: dict[str, Any], rank: dict[str, Any]) -> None:
         """Returns to a saved position. rank: what `rank_state` gave in this process."""
         self.epoch, self.batch, self.began = saved["epoch"], saved["batch"], saved["began"]
+        self.length = saved.get("length")
         self.start, self.loader_state = rank.get("epoch_start"), rank.get("loader")
         self.parts, self.body = rank.get("parts", {}), rank.get("body_start", self.start)
 
@@ -109,6 +115,13 @@ def generators_of(loader: Any) -> dict[str, Any]:
     return generators
 
 
+def _length_of(loader: Any) -> int | None:
+    """The batches of an epoch; None where the loader does not know it."""
+    with suppress(TypeError, NotImplementedError):
+        return len(loader)
+    return None
+
+
 def epochs_of(loader: Any) -> list[str]:
     """The attributes `epoch` of a loader's parts with `set_epoch`, by their paths: `loader.sampler.epoch`."""
     names = [name for name, part in parts_of(loader).items() if callable(getattr(part, "set_epoch", None))]
@@ -126,6 +139,12 @@ def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]
     elif saved is not None:
         run._restore_random(saved, generators)
     position.start = run._capture(generators)
+    length, position.length = position.length, _length_of(loader)
+    if skipped and length != position.length and length and position.length:
+        run._say_once(
+            f"the loader has {counted(position.length, 'batch', 'batches')}, and had {length:,} when this epoch began: "
+            f"the {skipped:,} that are left out are other samples than were trained on"
+        )
     run._reseed("epoch", position.epoch)
     position.parts = position.parts if skipped else run.objects.parts_of(loader)
     refetched = 0 if has_state(loader) else skipped

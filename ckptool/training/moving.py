@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import random
 import sys
 import types
@@ -25,6 +26,7 @@ MAX_OBJECTS = 20_000  # that a snapshot visits
 WHOLE = 1 << 18  # bytes of a tensor, array or text up to which all of it is digested, else `SAMPLES` values
 SAMPLES = 4096
 SHOWN = 40  # characters up to which a value is not digested
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 DEPTH = 4  # of nested containers up to which they are one value
 
 GENERATOR, BUFFER, NOT_PERSISTENT = "generator", "buffer", "non-persistent buffer"
@@ -169,7 +171,8 @@ def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
     elif kind is functools.partial:
         yield from ((name, part, ATTRIBUTE) for part in (value.func, value.args, value.keywords))
     elif kind is types.GeneratorType:
-        running = dict(value.gi_frame.f_locals) if value.gi_frame is not None else {}
+        is_ours = value.gi_code.co_filename.startswith(_OURS)  # of a loop, whose state is saved
+        running = dict(value.gi_frame.f_locals) if value.gi_frame is not None and not is_ours else {}
         yield from ((f"{name}.{key}", part, ATTRIBUTE) for key, part in running.items())
     elif kind in _MAPPINGS:
         keyed = ((key, part) for key, part in _sampled(value.items(), len(value)))

@@ -247,8 +247,7 @@ class Run:
         for key in rank.keys() & {"now", "epoch_start", "body_start"}:
             drawn = {*self._drawn, "generators"}  # others may differ in every process
             rank[key] = rank[key] and {name: state for name, state in rank[key].items() if name in drawn}
-        place = {"epoch": position.epoch, "batch": position.batch, "began": position.began}
-        return Point(place, rank, self.objects.states_of_others())
+        return Point(position.common_state(), rank, self.objects.states_of_others())
 
     def _tree(self, point: Point, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """The tree to save. ranks: `Point.rank` of each process."""
@@ -272,12 +271,13 @@ class Run:
         if "rng_state" not in tree or "ranks" not in tree["rng_state"]:
             raise Conflict(f"{where} was not saved by ckptool.Run", "", f"Start in another folder: {ELSEWHERE}")
         self.objects.refuse_others(tree, where)
-        for name, groups in self._options.items():  # which loading the optimizers' states overwrites
-            for index, (before, now) in enumerate(zip(tree["options"][name], groups, strict=False)):
+        for name, groups in self._options.items():  # which loading the states overwrites
+            for index, (before, now) in enumerate(zip(tree["options"].get(name, ()), groups, strict=False)):
+                of = f" of group {index}" if name in self.objects.of(torch.optim.Optimizer) else ""
                 for key in [key for key in now if key in before and before[key] != now[key]]:
                     self.say(
-                        f"{printable(name)}: {key} of group {index} is {now[key]!r} in the script, but was "
-                        f"{before[key]!r} when the run began; the saved value is used"
+                        f"{printable(name)}: {key}{of} is {now[key]!r} in the script, but was {before[key]!r} when the "
+                        "run began; the saved value is used"
                     )
         self._options, self.step, self.loss = tree["options"], tree["step"], tree["loss"]
         self._take(tree, where)
@@ -512,10 +512,9 @@ class Run:
             )
         if self.position.epoch if nested else self.step:
             self._say_counted()
-        if not (nested and self.position.batch):
-            self._resumed = None
+        self._resumed = resumed._replace(random=None) if nested and self.position.batch else None
         now = self._capture(self.objects.generators)
-        if self._seed is None and rng.moved(now, resumed.random):
+        if self._seed is None and resumed.random is not None and rng.moved(now, resumed.random):
             self._say_once(
                 "random numbers were drawn, or an iterator of data begun, between ckptool.Run(…) and the first step of "
                 "this resumed process. A batch that was fetched there is not the one that the stopped process had: "
@@ -705,11 +704,11 @@ _END = object()
 
 
 class _Resumed(NamedTuple):
-    """The checkpoint that was resumed from, until the loop begins."""
+    """The checkpoint that was resumed from, until the loop begins. random: until the first loop does."""
 
     path: str
     values: dict[str, Any]
-    random: rng.State
+    random: rng.State | None
 
 
 def _world(objects: Objects) -> World:

@@ -194,7 +194,7 @@ def refuse_not_plain(value: Any, what: str) -> None:
         raise UsageError(
             f"{what} holds {name}",
             "Only plain values and tensors are saved, so that the file opens anywhere.",
-            "Convert it: float(x), x.tolist(), dict(x)",
+            "Convert it: float(x), x.tolist(), list(x), dict(x)",
         )
 
 

@@ -8,6 +8,7 @@ attributes: no code of the objects is run.
 from __future__ import annotations
 
 import dis
+import io
 import itertools
 import os
 import re
@@ -35,21 +36,24 @@ _HOW = {  # what to write, by the kind of what changes; for attributes and buffe
     moving.GENERATOR: "give it: ckptool.Run(…, {short}={name})",
     moving.NOT_PERSISTENT: "write: register_buffer(…, persistent=True)",
     moving.MODULE_ATTRIBUTE: "make it a buffer, or give the module get_extra_state() and set_extra_state()",
+    moving.ATTRIBUTE: "if a later step needs it, give {owner} state_dict() and load_state_dict(), and give it to Run: "
+    "ckptool.Run(…, data={owner})",
     SETTING: "set it in every epoch or step, by run.epoch or run.step",
-    VARIABLE: 'if a later step needs it, make it a value of the run: run["{short}"] = {name}',
+    VARIABLE: 'if a later step needs it, write run["{short}"] in place of {name}',
 }
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARY = re.compile(rf"<frozen|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\\\](?:site|dist)-packages[/\\\\]")
 _FIXED = (int, float, complex, str, bytes, tuple, frozenset, range, type(None))
+_IN_PLACE = re.compile("INPLACE_|BINARY_OP .*=$")
 _MENTION = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)(?!_AND_CLEAR)")
 
 
 class Looks:
-    """What the last look saw. groups: each optimizer's count of parameter groups at the start.  saves: by this process.
+    """What the last look saw. parameters: of each module and optimizer at the start.  saves: by this process.
     entries: what was reached, as in `moving`.  ids: of the objects in variables.  noted: the names already reported."""
 
     def __init__(self, objects: Objects) -> None:
-        self.groups = {name: len(each.param_groups) for name, each in objects.of(torch.optim.Optimizer).items()}
+        self.parameters = _parameters_of(objects)
         self.saves = 0
         self.entries: dict[str, str] = {}
         self.ids: dict[str, int] = {}
@@ -63,49 +67,63 @@ class Looks:
                 f"{printable(unscheduled)} has a learning rate schedule, which was not given to ckptool.Run and is not "
                 "saved; write: ckptool.Run(…, scheduler=scheduler)"
             )
-        for name in [each for each, count in self.groups.items() if len(objects.named[each].param_groups) != count]:
+        for name in [each for each, now in _parameters_of(objects).items() if self.parameters[each] != now]:
+            what = "groups of " if isinstance(self.parameters[name], int) else ""
             yield (
-                f"{printable(name)} has other groups of parameters than at ckptool.Run(…), and a resumed process "
-                "cannot load its state; give it all of them before, and set requires_grad or lr later"
+                f"{printable(name)} has other {what}parameters than at ckptool.Run(…), and a resumed process cannot "
+                "load its state; give it all of them before, and set requires_grad or lr later"
+            )
+        for optimizer in run._window.unsaved():
+            yield (
+                f"an optimizer ({optimizer}) that was not given to ckptool.Run trains parameters of the given modules, "
+                "and its state is not saved; write: ckptool.Run(…, optimizer=optimizer), or hold its state in the "
+                "state_dict() of what is given"
             )
         self.saves += 1
         if self.saves & (self.saves - 1):
             return
         named = {**generators, **objects.named, **({"loader": loader} if loader is not None else {})}
         unsaved = unsaved_objects(named.values(), Schedule if unscheduled else ())
-        if first and unsaved:
-            names = [printable(f"{name} ({type(value).__name__})") for name, value in unsaved.items()]
+        new = {name: value for name, value in unsaved.items() if name not in self.noted}
+        self.noted |= new.keys()
+        if new and (first or self.saves > 1):  # a resumed process has been told
+            names = [printable(f"{name} ({type(value).__name__})") for name, value in new.items()]
             yield (
                 f"seen in the script and not saved: {listed(names, 8)}. What training changes in them is lost: give "
                 "generators, and what has state_dict() and load_state_dict(), to Run by name; an iterator's data to "
-                "run.batches(loader)"
+                "run.batches(loader); a file's lines to run.log, else they come twice"
             )
         skipped: dict[int, Any] = {id(run): run}
         current = {**moving.reachable(named, skipped)[0], **objects.requires_grad()}
         skipped |= {id(each): each for each in unsaved.values()}  # which were reported above
-        carried, mutable = variables_left()
+        carried, plain, mutable = variables_left()
         mutable = {name: value for name, value in mutable.items() if id(value) not in skipped}
-        # A variable that equals a value of the run, a part of one, or a counter of the run is saved.
-        parts = [run.values, run.step, run.step - 1, run.epoch, run.epoch + 1, run.loss]
+        # A variable that equals a value of the run or a part of one is saved; others may be counters of the run.
+        parts: list[Any] = [run.values]
         for each in itertools.islice(parts, moving.MAX_OBJECTS):
             parts += each.values() if isinstance(each, dict) else each if isinstance(each, (list, tuple)) else ()
-        values = moving.snapshot({str(at): each for at, each in enumerate(parts)})
-        texts = {entry.partition(": ")[2] for entry in values.values()}
+        values = _texts(parts)
+        counters = _texts([run.step, run.step - 1, run.epoch, run.epoch + 1, run.loss])
         modules = objects.modules.values()
         addresses = {_memory_of(each) for module in modules for each in (*module.parameters(), *module.buffers())}
-        entries, reached = moving.reachable({**mutable, **carried}, skipped)
+        entries, reached = moving.reachable({**mutable, **plain, **carried}, skipped)
+        kinds: dict[str, list[str]] = {}
         for name, entry in entries.items():
             # A model's tensor under another name, as in a state dict of it, is saved with the model.
             is_models = isinstance(reached.get(name), torch.Tensor) and _memory_of(reached[name]) in addresses
-            if (text := entry.partition(": ")[2]) not in texts and not is_models:
-                current.setdefault(name, f"{VARIABLE}: {text}")
+            text, variable = entry.partition(": ")[2], re.split(r"[.\[#]", name)[0]
+            if text in values or is_models or (text in counters and variable not in carried):
+                continue
+            current.setdefault(name, f"{VARIABLE}: {text}")
+            if variable in carried and variable not in self.noted:
+                self.noted.add(variable)
+                kinds.setdefault(VARIABLE, []).append(printable(variable))
         # A variable that holds another object now does not count as changed.
         ids = {name: id(value) for name, value in {**mutable, "loader": loader}.items()}
         rebound = {name for name, number in self.ids.items() if ids.get(name) != number}
         before = {name: entry for name, entry in self.entries.items() if re.split(r"[.\[#]", name)[0] not in rebound}
         saved = moving.saved_names({name: value.state_dict() for name, value in objects.modules.items()})
         saved |= {*generators, *(objects.named.keys() - objects.modules.keys()), *epochs_of(loader)}
-        kinds: dict[str, list[str]] = {}
         for name, kind in moving.unsaved(before or current, current, saved).items():
             owner = re.split(r"[\[#]", name.removeprefix(f"{SETTING} "))[0]  # an item goes by the name of its container
             if owner not in self.noted:
@@ -113,7 +131,9 @@ class Looks:
                 kinds.setdefault(kind, []).append(printable(owner))
         for kind, names in kinds.items():
             verbs = ("changes", "is") if len(names) == 1 else ("change", "are")
-            how = _HOW.get(kind, _HOW[VARIABLE]).format(name=names[0], short=names[0].rpartition(".")[2])
+            owner, _, short = names[0].rpartition(".")
+            how = _HOW[VARIABLE if kind == moving.ATTRIBUTE and not owner else kind]
+            how = how.format(name=names[0], owner=owner, short=short)
             yield f"{listed(names, 8)} ({kind}) {verbs[0]} during training and {verbs[1]} not saved; {how}"
         self.entries, self.ids = current, ids
 
@@ -135,7 +155,7 @@ def unsaved_objects(named: Iterable[Any], left_out: tuple[type, ...] = ()) -> di
     """The objects with a state in the variables of the script, by name, without those that `Run` was given (`named`).
 
     Modules, optimizers, schedules, scalers; what else has `state_dict` and `load_state_dict`; generators; iterators;
-    environments, which have `reset` and `step`. left_out: classes to leave out.
+    files that are written; environments, which have `reset` and `step`. left_out: classes to leave out.
     """
     ids = {id(value) for value in named}
     for value in list(named):
@@ -162,43 +182,78 @@ def _has_state(name: str, value: Any) -> bool:
         return value.gi_frame is not None and not value.gi_running and not value.gi_code.co_filename.startswith(_OURS)
     if issubclass(kind, (itertools.cycle, torch.utils.data.dataloader._BaseDataLoaderIter)):
         return True
+    if kind in (io.TextIOWrapper, io.BufferedWriter):
+        return not value.closed and value.writable() and value.fileno() > 2
     methods = [callable(getattr(kind, method, None)) for method in ("state_dict", "load_state_dict", "reset", "step")]
     return is_generator(value) or all(methods[:2]) or all(methods[2:])
 
 
-def variables_left() -> tuple[dict[str, Any], dict[str, Any]]:
+def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The variables that a step may leave to a later one, unlike those that the loop's body sets before it uses them.
 
-    First those that the body uses before it sets them; then those whose object may change in place.
+    First those that the body uses before it sets them, or in which it leaves weights for what follows the loop, unless
+    a text of the script names them, as in `run["best"]`; then other plain values; then those whose object may change
+    in place.
     """
     carried: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     mutable: dict[str, Any] = {}
     for frame in _script():
         code, offset = list(dis.get_instructions(frame.f_code)), frame.f_lasti
+        # `bad += 1` uses what an earlier step left, also where another branch before it sets `bad = 0`.
+        pairs = itertools.pairwise(code)
+        stores = [after.argval for previous, after in pairs if _IN_PLACE.match(f"{previous.opname} {previous.argrepr}")]
+        updated = {name[0] if isinstance(name, tuple) else name for name in stores}
         loops = [(instruction.offset, instruction.argval) for instruction in code if instruction.opname == "FOR_ITER"]
         bodies = [(begin, end) for begin, end in reversed(loops) if begin <= offset < end]  # the innermost first
         uses: dict[str, tuple[bool, bool]] = {}  # of variables set: in the innermost body?  used before?
+        used_later = set[str]()  # behind the loop
         for body in bodies:
             first_uses: dict[str, str] = {}
-            stored = set()
+            stored, branch_end = set(), 0
             for instruction in code:
+                is_inside = body[0] <= instruction.offset < body[1]
+                if is_inside and "JUMP" in instruction.opname and instruction.argval < body[1]:
+                    branch_end = max(branch_end, instruction.argval)
                 names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
                 for verb, name in zip(_MENTION.findall(instruction.opname), names, strict=False):
-                    if body[0] <= instruction.offset < body[1]:
-                        first_uses.setdefault(name, verb)
+                    if is_inside:
+                        if verb == "LOAD" or name not in updated or instruction.offset >= branch_end:
+                            first_uses.setdefault(name, verb)
                         stored |= {name} if verb == "STORE" else set()
-            uses = {name: (body == bodies[0], first_uses[name] == "LOAD") for name in stored} | uses
+                    elif instruction.offset >= body[1] and verb == "LOAD":
+                        used_later.add(name)
+            uses = {name: (body == bodies[0], first_uses.get(name) == "LOAD") for name in stored} | uses
         is_module = frame.f_locals is frame.f_globals or frame.f_code.co_name == "<module>"
         for name, value in frame.f_locals.items():
-            if name in carried or name in mutable or name.startswith("_") or not _is_of_script(type(value)):
+            is_known = name in carried or name in plain or name in mutable
+            if is_known or name.startswith("_") or not _is_of_script(type(value)):
                 continue
             is_inner, is_used = uses.get(name, (False, False))
             is_fixed = issubclass(type(value), _FIXED)
+            is_used |= name in uses and name in used_later and _holds_weights(value)
             if is_used or (is_module and name not in uses and is_fixed):
-                carried[name] = _detached(value)
+                (carried if is_used and name not in frame.f_code.co_consts else plain)[name] = _detached(value)
             elif not is_inner and not is_fixed:
                 mutable[name] = value
-    return carried, mutable
+    return carried, plain, mutable
+
+
+def _holds_weights(value: Any) -> bool:
+    """True for a copy of a state dict."""
+    return isinstance(value, dict) and any(isinstance(item, torch.Tensor) for item in value.values())
+
+
+def _parameters_of(objects: Objects) -> dict[str, Any]:
+    """What a state is matched by: the names of a module's parameters, the number of an optimizer's groups."""
+    groups: dict[str, Any] = {name: len(each.param_groups) for name, each in objects.of(torch.optim.Optimizer).items()}
+    return groups | {name: [key for key, _ in module.named_parameters()] for name, module in objects.modules.items()}
+
+
+def _texts(values: list[Any]) -> set[str]:
+    """The entries of these values and of their parts in a snapshot, without their kinds."""
+    entries = moving.snapshot({str(number): value for number, value in enumerate(values)})
+    return {entry.partition(": ")[2] for entry in entries.values()}
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptool.bridge.modules import unwrapped
 from ckptool.errors import Conflict, UsageError, counted, listed
@@ -217,14 +219,19 @@ class Objects:
         return next((name for name, group in self._groups() if "initial_lr" in group), "")
 
     def options(self) -> dict[str, list[dict[str, Any]]]:
-        """The plain options of every optimizer's groups, as the script set them: `lr`, `fused`."""
+        """The plain options of every optimizer's groups (`lr`, `fused`) and every schedule (`T_max`), as the script set
+        them."""
+        groups: dict[str, list[dict[str, Any]]] = {name: each.param_groups for name, each in self.of(Optimizer).items()}
+        groups |= {name: [vars(each)] for name, each in self.of(Schedule).items()}
         return {
-            name: [
-                {key: value for key, value in group.items() if type(value) in (int, float, bool, tuple, type(None))}
-                for group in optimizer.param_groups
-            ]
-            for name, optimizer in self.of(Optimizer).items()
+            name: [{key: value for key, value in group.items() if _is_option(key, value)} for group in each]
+            for name, each in groups.items()
         }
+
+
+def _is_option(key: str, value: Any) -> bool:
+    """True for a plain value that an optimizer or a schedule was made with."""
+    return not key.startswith("_") and type(value) in (int, float, bool, str, tuple, Counter, type(None))
 
 
 def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
@@ -244,11 +251,15 @@ class Window:
 
     Each optimizer has a window of its own. Gradients that it used in its last step are in no window. Nor are those that
     another model's loss left in it (a generator's in the discriminator), if it stepped in this body of the loop, or is
-    known to start afresh: to throw away what earlier bodies left.
+    known to start afresh: to throw away what earlier bodies left. An optimizer that was not given, but trains the same
+    parameters, uses their gradients, too.
     """
 
     def __init__(self, objects: Objects) -> None:
+        self._objects = objects
         self._optimizers = list(objects.of(Optimizer).values())
+        # Those that were not given, and whether they train the same parameters.
+        self._others: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._scalers = list(objects.of(GradScaler).values())
         self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient as last used: tensor, version
         self._initial: dict[int, Any] = {}  # parameter -> its gradient when the body began
@@ -258,25 +269,56 @@ class Window:
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
         this = weakref.ref(self)
-        for index, optimizer in enumerate(self._optimizers):
-            _tell(optimizer, index, this, alone=len(self._optimizers) == 1)
+        for index, optimizer in enumerate(self._optimizers) if len(self._optimizers) > 1 else ():
+            _tell(optimizer, index, this)
 
-    def note_step(self, index: int) -> None:
-        """An optimizer has used its gradients."""
-        self._counts[index] += 1
-        self._stepped.add(index)
-        if len(self._optimizers) > 1:
-            gradients = self._gradients(index)
-            remained = any(key in self._initial and self._initial[key]() is gradient for key, gradient in gradients)
-            (self.renewing.discard if remained and index not in self.zeroed else self.renewing.add)(index)
-        settled = self._gradients(*self._stepped, *self.renewing)
-        self._used |= {key: (weakref.ref(gradient), gradient._version) for key, gradient in settled}
+        def stepped(optimizer: Optimizer, *call: Any) -> None:
+            if (watcher := this()) is not None:
+                watcher.note_step(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """An optimizer of this process has used its gradients."""
+        index = next((position for position, candidate in enumerate(self._optimizers) if candidate is optimizer), None)
+        if index is None:
+            if optimizer not in self._others:
+                ids = {id(parameter) for module in self._objects.modules.values() for parameter in module.parameters()}
+                self._others[optimizer] = not ids.isdisjoint(_gradients(optimizer))
+            settled = _gradients(optimizer) if self._others[optimizer] else {}
+        else:
+            self._counts[index] += 1
+            self._stepped.add(index)
+            if len(self._optimizers) > 1:
+                gradients = self._gradients(index).items()
+                remained = any(key in self._initial and self._initial[key]() is gradient for key, gradient in gradients)
+                (self.renewing.discard if remained and index not in self.zeroed else self.renewing.add)(index)
+            settled = self._gradients(*self._stepped, *self.renewing)
+        self._used |= {key: (weakref.ref(gradient), gradient._version) for key, gradient in settled.items()}
+
+    def unsaved(self) -> list[str]:
+        """The classes of the optimizers that train given parameters, and whose state is in that of no given object."""
+        if not any(self._others.values()):
+            return []
+        named, groups = (
+            self._objects.named.values(),
+            [group for each in self._optimizers for group in each.param_groups],
+        )
+        saved = {id(t) for owner in named if not isinstance(owner, nn.Module) for t in _tensors(owner.state_dict())}
+        classes = []
+        for optimizer in [other for other, trains in self._others.items() if trains]:
+            state = [id(tensor) for tensor in _tensors(optimizer.state)]
+            is_inner = state or any(group is known for known in groups for group in optimizer.param_groups)
+            if not (is_inner and saved.issuperset(state)):
+                classes.append(type(optimizer).__name__)
+        return classes
 
     def begin(self) -> None:
         """A body of the loop begins."""
         self._scaled, self._stepped, self.zeroed = self._updates(), set(), set()
         if len(self._optimizers) > 1:
-            self._initial = {key: weakref.ref(grad) for key, grad in self._gradients(*range(len(self._optimizers)))}
+            every = self._gradients(*range(len(self._optimizers)))
+            self._initial = {key: weakref.ref(gradient) for key, gradient in every.items()}
 
     @property
     def steps(self) -> int:
@@ -288,17 +330,16 @@ class Window:
         """True if an optimizer has gradients that it has yet to use. A step that a scaler skipped counts as a use."""
         if self._updates() != self._scaled:
             return False
-        for key, gradient in self._gradients(*range(len(self._optimizers))):
+        for key, gradient in self._gradients(*range(len(self._optimizers))).items():
             used, version = self._used.get(key, (None, 0))
             is_new = used is None or used() is not gradient or version != gradient._version
             if is_new and bool(local(gradient._values() if gradient.is_sparse else gradient).any()):
                 return True
         return False
 
-    def _gradients(self, *indices: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def _gradients(self, *indices: int) -> dict[int, torch.Tensor]:
         """The gradients of these optimizers, by parameter."""
-        groups = (group for index in indices for group in self._optimizers[index].param_groups)
-        return ((id(p), p.grad) for group in groups for p in group["params"] if p.grad is not None)
+        return {key: gradient for index in indices for key, gradient in _gradients(self._optimizers[index]).items()}
 
     def _updates(self) -> int:
         """How often the scalers were updated in this process, also after a step that they skipped."""
@@ -306,13 +347,23 @@ class Window:
         return sum(scale._version for scale in scales if scale is not None)
 
 
-def _tell(optimizer: Optimizer, index: int, window: weakref.ref[Window], *, alone: bool) -> None:
-    """Has an optimizer report its steps to a window, and, if there are several, its `zero_grad`, which has no hook."""
-    itself = weakref.ref(optimizer)
+def _gradients(optimizer: Optimizer) -> dict[int, torch.Tensor]:
+    """The gradients that an optimizer uses, by parameter."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
 
-    def stepped(*call: Any) -> None:
-        if (watcher := window()) is not None:
-            watcher.note_step(index)
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a state."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
+        yield from _tensors(part)
+
+
+def _tell(optimizer: Optimizer, index: int, window: weakref.ref[Window]) -> None:
+    """Has an optimizer report its `zero_grad`, which has no hook, to a window."""
+    itself = weakref.ref(optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
         if (watcher := window()) is not None:
@@ -320,6 +371,4 @@ def _tell(optimizer: Optimizer, index: int, window: weakref.ref[Window], *, alon
         if (live := itself()) is not None:
             type(live).zero_grad(live, set_to_none)
 
-    optimizer.register_step_post_hook(stepped)
-    if not alone:
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -67,7 +67,7 @@ def of_unopened(problem: CkptoolError, path: str) -> Diagnosis:
 
 def _of_problem(error: CkptoolError, file: str) -> Finding:
     says = table("findings")["errors"].get(error.code, ("", ""))[file.endswith(".safetensors")]
-    if folder_at(file):  # of several that are there, transformers takes one without a word
+    if folder_at(file):  # where several are there, transformers silently takes one
         missing = "OSError: … does not appear to have a file named …; or: FileNotFoundError"
         says = "" if error.code == "ambiguous" else missing
     elif error.code == "truncated" and " is empty" in error.what:
@@ -92,7 +92,7 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     way = find_way(chosen, target) if chosen is not None and target is not None else None
     dropped = values.dropped if sole is None and not values.lossy else ()
     damage = []
-    if (header := header_damage(checkpoint)) is not None:  # what the other verbs find when they copy the data
+    if (header := header_damage(checkpoint)) is not None:  # damage that the other verbs find when they copy the data
         error, blocks = header
         reason = _of_problem(error, file)
         can_be = isinstance(checkpoint.source, Source) and named(checkpoint.container).recoverable
@@ -111,7 +111,7 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     if contents.part is not None:
         part, unfiltered = contents.part, findings
         findings = []
-        for reason in unfiltered:  # no verb that writes takes a part, so only the look at the whole helps
+        for reason in unfiltered:  # no verb that writes takes a part: only commands on the whole help
             if reason.code == PART and part.kind is PartKind.MEMBERS and not part.is_complete:
                 advice = "Copy what is missing or does not belong again; or take what is there: "
                 take = command("convert", FILE, part=True, out=OUT_PT)
@@ -204,7 +204,7 @@ def _sole_weights(contents: Listing, chosen: StateDict | None, values: RefusedVa
     candidates = mains(contents)
     root = chosen or next(iter(candidates), None)
     is_plain = root is not None and root.address in values.plain_parts
-    if root is not None and root.path and _is_of_folder(contents):  # once, and not the whole folder first
+    if root is not None and root.path and _is_of_folder(contents):  # written once, without the whole folder before
         is_sole = chosen is not None or len(candidates) == 1
         return root if is_sole and (not values.refused or is_plain) else None
     if not values.lossy or root is None or _is_rewritten(contents):

@@ -49,7 +49,7 @@ else:
 
 
 _OUTPUT_NEXT = ("unbundle", "lora extract", "lora convert")  # in Python their output is given without its name
-LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; what is only read otherwise is not
+LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; other read-only containers are not
 
 
 class Row(NamedTuple):
@@ -203,7 +203,7 @@ class Change:
             written = self.written(original, "", formats.LIVE, "in memory", 0, nbytes)
             if options["dry_run"]:
                 return written
-            memory = original.memory  # as the original was given
+            memory = original.memory  # in the form in which the original was given
             result = replace(changed, base=(), source=None) if memory is None else memory.objects(changed.tree)
             return replace(written, made=(result,))
         if path is None:
@@ -224,7 +224,7 @@ class Change:
             options["container"] is None and container.name == formats.DEFAULT and original.container in LOADED_BY_TORCH
         )
         if isinstance(source, Folder) and any(name.endswith("__0.metadata") for name in source.names):
-            same_container = False  # torch reads tables of ranks with as many processes alone
+            same_container = False  # torch reads tables of ranks only with as many processes
         if not (container.writes_folder and container.tensors_only):
             beside = None
         elif beside is None:
@@ -234,7 +234,7 @@ class Change:
         if same_container and not changes and source is not None:
             notes = refuse_unknown(original, keep_unknown, as_it_is=True)
             files = source.files if isinstance(source, Folder) else {"": source}
-            files = dict(reversed(files.items()))  # the index was opened first, and is written last
+            files = dict(reversed(files.items()))  # the index, opened first, is written last
             plan, how = Plan({name: [FileRange(file, 0, file.size)] for name, file in files.items()}), "copy"
         else:
             refuse_extras(changed, container)
@@ -449,7 +449,7 @@ def checkpoint_of(tree: Any, *, arrays_as_tensors: bool = False, keep_unknown: b
         return tree
     if "torch" in sys.modules:
         from ckptool.bridge.from_live import from_torch as read
-    else:  # there can be no tensor of torch in the tree
+    else:  # then no torch tensor can be in the tree
         from ckptool.pickles.reduce import from_live as read
     return Checkpoint(read(tree, arrays_as_tensors=arrays_as_tensors, keep_unknown=keep_unknown), formats.LIVE)
 

@@ -20,7 +20,7 @@ from math import prod
 from typing import Annotated, Any, Literal
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import TensorValues, computed_rows, each
+from ckptool.checkpoint.arrays import TensorValues, computed_rows, elementwise
 from ckptool.checkpoint.dtypes import Array, numbers
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.tree import rebuild
@@ -92,7 +92,7 @@ def _bake_weights(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], d
             weight, role = match["weight"] or match["module"] + match["name"], match["old"] or _NEW[match["new"]]
             groups.setdefault((weight, match["new"] is not None), {})[role] = key
     folded, skipped = dict[str, str](), dict[str, str]()
-    replacements: dict[str, tuple[str, TensorEntry] | None] = {}  # by key, what stands there; None: nothing any more
+    replacements: dict[str, tuple[str, TensorEntry] | None] = {}  # by key, the new name and tensor; None: dropped
     for (weight, new), keys in groups.items():
         kind = next((kind for kind, roles in _ROLES.items() if keys.keys() == roles), None)
         if kind == _SPECTRAL:
@@ -151,7 +151,7 @@ def _pruned(weight: str, orig: TensorEntry, mask: TensorEntry) -> TensorEntry:
         values: Array = numbers(block, orig.dtype) * numbers(mask_block, mask.dtype)
         return values
 
-    return each(product, mask, orig, dtype=orig.dtype).with_flags(orig.flags._replace(conj=False, neg=False))
+    return elementwise(product, mask, orig, dtype=orig.dtype).with_flags(orig.flags._replace(conj=False, neg=False))
 
 
 def _refuse_types(factor: TensorEntry, entry: TensorEntry) -> None:

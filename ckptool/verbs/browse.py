@@ -32,8 +32,8 @@ from ckptool.formats import Opened, open_file
 from ckptool.render.lines import error_text, lines
 from ckptool.verbs._options import File
 
-AT_ONCE = 1 << 26, 1 << 20  # bytes whose statistics are made without being asked for: here, behind a URL
-SIBLINGS = 1_000  # that are shown: textual draws more of them too slowly
+AT_ONCE = 1 << 26, 1 << 20  # bytes up to which statistics are read unasked: of files, of URLs
+SIBLINGS = 1_000  # shown at most: textual draws more of them too slowly
 
 
 @verb(("ckptool browse model.pt", "arrows and Enter to move, / to filter, d to compare, Esc to go back, q to quit"))
@@ -219,12 +219,12 @@ def browser(opened: Opened) -> Any:
             ("escape", "leave", ""),
             Binding("ctrl+c", "interrupt", show=False, priority=True),
         ]
-        pattern = verdict = asked = ""
+        pattern = verdict = purpose = ""
 
         def __init__(self) -> None:
             super().__init__()
-            self.found = with_statistics(listing(opened.checkpoint, opened.at or ""), {}, opened.path)
-            self.lines, self.sources = [*lines_of(self.found)], [opened.checkpoint.source]
+            self.contents = with_statistics(listing(opened.checkpoint, opened.at or ""), {}, opened.path)
+            self.lines, self.sources = [*lines_of(self.contents)], [opened.checkpoint.source]
             self.differing, self.copied = list[Line](), list[str]()
             self.worker = ThreadPoolExecutor(1)  # reads one thing after the other, while keys are answered
             self.here: Any = None
@@ -261,7 +261,7 @@ def browser(opened: Opened) -> Any:
                 except (NoMatch, UsageError):
                     chosen = set()
                 lines = [line for line in lines if line.address in chosen]
-            facts = [os.path.basename(self.found.file) or "in memory", self.verdict, f"/{words}" if words else ""]
+            facts = [os.path.basename(self.contents.file) or "in memory", self.verdict, f"/{words}" if words else ""]
             part, places = summary_of(StateDict((), None, PLAIN, ""), lines), [line.address for line in lines]
             items = [(name.replace("/", ".").split(".", DEEPEST), row, name) for row, name in enumerate(places)]
             self.names.reset("", Branch(part, items, 0, ", ".join(filter(None, facts)), 1, part.bytes))
@@ -274,7 +274,7 @@ def browser(opened: Opened) -> Any:
         def look(self, data: Any) -> None:
             self.here = data
             if not isinstance(data, Branch) or not data.depth:
-                self.tell(lines(self.found.told(depth=0)))
+                self.tell(lines(self.contents.told(depth=0)))
             else:
                 self.action_statistics(AT_ONCE[is_url(opened.path)])
 
@@ -304,20 +304,20 @@ def browser(opened: Opened) -> Any:
             self.text.update(Content("\n").join(Content.assemble(*line) for line in shown))
 
         def action_ask(self, what: str) -> None:
-            self.asked, self.field.display = what, True
+            self.purpose, self.field.display = what, True
             self.field.placeholder = "part of a name, or a pattern" if what == "filter" else "file to compare with"
             self.field.value = self.pattern if what == "filter" else ""
             self.field.focus()
 
         def on_input_changed(self, event: Any) -> None:
-            if self.asked == "filter" and event.value != self.pattern:
+            if self.purpose == "filter" and event.value != self.pattern:
                 self.pattern = event.value
                 self.show()
 
         def on_input_submitted(self, event: Any) -> None:
             self.field.display = False
             self.names.focus()
-            if self.asked == "other" and event.value:
+            if self.purpose == "other" and event.value:
                 self.tell([f"comparing with {event.value} …"])
                 self.worker.submit(self.work, lambda: self.compare(os.path.expanduser(event.value)))
 

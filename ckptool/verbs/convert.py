@@ -83,7 +83,7 @@ def convert(
         what = f"{arg('against')} names an optimizer's parameters, or FSDP's flat parameters in a folder"
         raise UsageError(what, "There is nothing to name here.", f"For example: {arg(optimizer_as='names')}")
     if out is not None and os.path.isdir(out) and formats.for_output(out, SHARDED).writes_folder:
-        out = os.path.join(out, "")  # a folder that is there is written as one
+        out = os.path.join(out, "")  # an existing folder is written as a folder
     change = change_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)
     opened = _open_input(file, at, part, rules_file, against if optimizer_as is None else None)
@@ -133,7 +133,7 @@ def convert(
             raise UsageError(what, "", f"Drop entries first: {command('edit', opened.path, drop=ADDRESS, out=OUT)}")
         from ckptool.formats.whole_tree import pack
 
-        # What is beside cannot go along: writing it says so.
+        # Extras cannot be written: writing them says so.
         changed, expected = replace(pack(taken), extras=taken.extras), taken
         summary = f"the whole tree, {counted(len(changed.tree), 'tensor')}; converting it back restores it"
         behind, notes = [], ()

@@ -22,7 +22,7 @@ from ckptool.verbs._save import Change, Row, SaveInPlace, Unpack, Written, chang
 if TYPE_CHECKING:
     from ckptool.analysis.targets import Target
 
-ROUNDS = 4  # of looking at what was made, as one does who runs the commands
+ROUNDS = 4  # of diagnosing the result, as a user does after running the commands
 
 
 def _message(_: str, text: str) -> str:
@@ -121,7 +121,7 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, settings:
         opened = open_file(file)
         path, diagnosis = opened.path, of_opened(opened, target)
         original, place = opened.checkpoint, opened.at
-        current = replace(original, memory=None)  # of which verbs make a checkpoint, whatever was given
+        current = replace(original, memory=None)  # so that the verbs return a checkpoint, whatever was given
     except CkptoolError as problem:
         diagnosis = of_unopened(problem, path)
     diagnoses, applied = [diagnosis], list[Done]()
@@ -141,7 +141,7 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, settings:
                 if step.command[1] == "convert" and named(container).writable:
                     options["container"] = container  # else writing it refuses what is in place
                 result = function(current, **options)
-        except CkptoolError as error:  # of a verb that was not told what the file is called
+        except CkptoolError as error:  # of a verb that does not know the file's name
             error.fill({FILE: as_argument(path)} if path else {})
             raise error.within(path) from error.__cause__
         if result is None:
@@ -164,7 +164,7 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, settings:
         diagnoses.append(diagnosis)
     if current is None:
         raise _refusal(diagnoses, path, in_place)
-    original = current if original is None else original  # else it could not be opened as it was
+    original = current if original is None else original  # else the file could not be opened before
     default = original.container if (change.path or "").endswith("/") else current.container
     container = named(current.container) if in_place else change.format(default)
     last: list[Command] = []
@@ -176,7 +176,7 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, settings:
     for line in last:
         try:
             do(Fix(line, place or "", line, ""), "", container.name)
-        except UsageError as error:  # of a verb whose options these are not
+        except UsageError as error:  # of a verb that has no such option
             raise (_refusal(diagnoses, path, in_place) if diagnosis.findings else error) from error
     if last or container.name != current.container:
         current = _as_it_reads(current, container.name)
@@ -221,7 +221,7 @@ def _as_it_reads(checkpoint: Checkpoint, container: str) -> Checkpoint:
     tensors_only = checkpoint.tensors_only and named(container).tensors_only
     keys = checkpoint.metadata if container == checkpoint.container else (marks.PICKLE, marks.RECOVERED)
     metadata = {key: value for key, value in checkpoint.metadata.items() if key in keys}
-    notes = tuple(note for note in checkpoint.notes if note.code == PART)  # it is no less of one
+    notes = tuple(note for note in checkpoint.notes if note.code == PART)  # it stays a part
     return replace(checkpoint, container=container, metadata=metadata, notes=notes, tensors_only=tensors_only)
 
 
@@ -230,7 +230,7 @@ def _refusal(diagnoses: Sequence[Diagnosis], path: str, in_place: bool, why: str
     unmended = sorted(diagnoses[-1].findings, key=lambda finding: (finding.code != PART, not finding.blocks))
     original = next((finding for finding in diagnoses[0].findings if finding.code == unmended[0].code), None)
     first, whose = original or replace(unmended[0], commands=()), path or "the checkpoint"
-    whose = whose if original else f"{whose}, fixed"  # its file is not there
+    whose = whose if original else f"{whose}, fixed"  # the fixed file does not exist
     what = first.what if path and f" {path}" in f" {first.what}" else f"{whose}: {first.what}"
     advice = first.advice
     for step in (step for diagnosis in diagnoses for finding in diagnosis.findings for step in finding.steps):

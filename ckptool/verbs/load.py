@@ -69,7 +69,7 @@ def _python_2_text(
         return bytes
     try:
         "-".encode(encoding, errors)
-    except LookupError as error:  # for `bytes` as well, which torch takes: what is UTF-8 is text here
+    except LookupError as error:  # `bytes`, too, which torch takes: here UTF-8 is always text
         why = str(error)
         fix = "Leave it out to get strings that are not UTF-8 as bytes; or name a codec: encoding='latin1'"
         raise UsageError(f"encoding={encoding!r} is not supported", why, fix) from None

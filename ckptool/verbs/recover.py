@@ -123,9 +123,9 @@ def recover(
         refuse_placeholders(replace(restored, part=as_part(restored)), values)
     formats.refuse_name(target, container, original, str(source))
     if salvaged.prefix is not None and original == container.name and isinstance(source, Source):
-        plan = Plan({"": [FileRange(source, 0, salvaged.prefix)]})  # good as it is, up to there
+        plan = Plan({"": [FileRange(source, 0, salvaged.prefix)]})  # intact up to there
     else:
-        try:  # without its source: no other verb takes that, to drop what would run
+        try:  # without its source: no other verb opens that, so none can drop what would run
             with no_collection():
                 plan = container.write(replace(restored, source=None), keep_unknown=keep_unknown)
         except CkptoolError as error:

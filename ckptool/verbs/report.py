@@ -191,7 +191,7 @@ def report(
             what = f"{page} is not a page"  # but a shard of an index, a rank beside another, …
             raise Conflict(what, "A page replaces only pages (.html). It was left as it is.", "Choose another name.")
         check_text(page, overwrite=overwrite)
-    files = list[Opened | FileReport]()  # opened; or the diagnosis of one that cannot be
+    files = list[Opened | FileReport]()  # opened files; or the report on one that cannot be opened
     for file_like in [file] if other is None else [file, other]:
         try:
             opening = open_file(file_like)
@@ -206,7 +206,7 @@ def report(
     opened = [entry for entry in files if isinstance(entry, Opened)]
     with unchanged(*(entry.checkpoint.source for entry in opened)):
         diff, compared = None, tuple[Checkpoint, ...]()
-        if len(opened) == 2:  # a part by the name that it was given, as that depends on it
+        if len(opened) == 2:  # a part is named as the user did, since the comparison depends on it
             pairs = zip(opened, (file, other), strict=True)
             sides: Any = [entry.checkpoint if entry.at is None else named for entry, named in pairs]
             diff, compared = diff_of_parts(*sides)

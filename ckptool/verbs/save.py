@@ -35,7 +35,7 @@ def save(
     Numpy arrays become tensors in safetensors and other containers of tensors, and stay arrays in torch files.
     Raises `Unsupported`, naming what cannot be saved and where it is.
     """
-    if callable(getattr(path, "write", None)):  # an open file, by way of a temporary one
+    if callable(getattr(path, "write", None)):  # an open file, through a temporary one
         from shutil import copyfileobj
         from tempfile import TemporaryDirectory
 

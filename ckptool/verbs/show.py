@@ -163,7 +163,7 @@ def show(
     path, node = find({name: extras[name]()} if name in extras else opened.checkpoint.tree, opened.at or "")
     array = array_entry(node)
     if array is not None and (slice is not None or array.numel > FEW):
-        node = array  # of a few values, all are shown as they stand
+        node = array  # where there are few values, all are shown as they are
     if not isinstance(node, TensorEntry):
         if slice is not None:
             kind = "a composite tensor" if isinstance(node, Composite) else f"of type {type(node).__name__}"

@@ -87,7 +87,7 @@ def translate(
         raise UsageError(f"unknown {arg('rest')} {rest!r}", f"Available: {', '.join(REST)}.")
     texts = several(rules)
     if rules_file is None and len(texts) == 1 and "=>" not in texts[0]:
-        rules_file = texts.pop()  # as the option of the command is called
+        rules_file = texts.pop()  # the command names it with --rules, too
     extra = [rule for text in texts for rule in parse_rules(text)]
     layout = None if rules_file is None else layout_or_file(rules_file)
     translation = layout.translation if layout else Translation(())

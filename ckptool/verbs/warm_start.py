@@ -22,7 +22,7 @@ from ckptool.output import replace_file
 from ckptool.verbs._options import AGAINST, At, Exclude, File, IsPart, Only, Out, Texts, check_text, find_target
 from ckptool.verbs._save import Save, Unpack, change_of
 
-TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals that a translation ends
+TRANSLATED = ("nothing-loaded", "shape-mismatch", "min-loaded")  # the refusals that a translation resolves
 
 Rules = Texts | Mapping[str, str]
 Mismatch = Literal["error", "skip"]
@@ -107,7 +107,7 @@ def warm_start(
         mark: dict[str, Any] = marks.recovered(original.metadata, root.path)
         if taken and model is not None:
             mark |= marks.recovered(model.metadata, before=mark)
-        beside = model_folder(model, tree) if model is not None else None  # of the sizes in it
+        beside = model_folder(model, tree) if model is not None else None  # only sizes come from it
         saved = change.write(
             original if model is None else together(original, [model]),
             Checkpoint(tree, formats.DEFAULT if model is None else model.container, mark, original.source),

@@ -286,3 +286,14 @@ def test_what_keeps_a_folder_from_being_its_model_is_named(tmp_path: Path) -> No
     ckptool.cast(copied / "model.safetensors", in_place=True, dtype="bf16")
     assert load_file(copied / "model.safetensors")["embeddings.weight"].dtype is torch.bfloat16
     assert ckptool.verify(copied).fine
+
+
+def test_a_module_of_sentence_transformers_without_its_weights_is_missed(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(ROOT / "sentence-transformers" / "checkpoint", tmp_path / "st"))
+    for file in sorted(folder.rglob("*.safetensors")):
+        kept = file.read_bytes()
+        file.unlink()
+        found = ckptool.verify(folder)
+        assert not found.fine and str(file.relative_to(folder)) in str(found), file
+        file.write_bytes(kept)
+    assert ckptool.verify(folder).fine

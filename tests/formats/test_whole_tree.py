@@ -252,7 +252,7 @@ def test_whole_trees_of_0_1_0(name: str, tmp_path: Path) -> None:
 # The record under attack ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("many", [400, pytest.param(1500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("many", [250, pytest.param(1500, marks=pytest.mark.soak)])
 def test_any_damage_to_the_record_gives_an_error_of_ours_or_a_tree(many: int, tmp_path: Path) -> None:
     raw = WHOLE.read_bytes()
     size = int.from_bytes(raw[:8], "little")
@@ -274,7 +274,7 @@ def test_any_damage_to_the_record_gives_an_error_of_ours_or_a_tree(many: int, tm
         about = {**header["__metadata__"], "ckptool": json.dumps(changed)}
         raw = json.dumps({**header, "__metadata__": about}).encode()
         try:
-            read(written(len(raw).to_bytes(8, "little") + raw + data, tmp_path / "b.safetensors"))
+            ckptool.inspect(written(len(raw).to_bytes(8, "little") + raw + data, tmp_path / "b.safetensors"))
         except CkptoolError:
             refused += 1
     assert refused > many * 0.45

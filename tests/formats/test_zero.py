@@ -79,6 +79,7 @@ def test_every_file_of_a_universal_folder_counts(tmp_path: Path) -> None:
         path.unlink()
         assert "lacks" in (said := verdict(folder, tmp_path / "out.pt")) or "has no tensor in" in said, path
         path.write_bytes(kept)
+    assert ckptool.open(folder)["module"]["wide.bias"].flags.requires_grad
     (file,) = folder.glob("*/mp_rank_*.pt")
     module = (tree := torch.load(file))["module"]
     module["wide.bias"] += 1

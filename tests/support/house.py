@@ -14,6 +14,8 @@ How it counts:
 - A walk is a command line on small files, profiled in a fresh process: functions of the package that are called, but
   for those without a name and by imports; the files they stand in, the most of them on the stack, and the lines of all
   modules of the package that are imported.
+- Locals that say nothing are assignments and parameters with one of the names in VAGUE, in which somebody new cannot
+  tell an archive from a list of notes. A set of what was met before may be `known`.
 - Private functions and methods "called once" are those whose name stands once in their module; a body is the lines
   below the docstring.
 - Designs that stand several times are named in DESIGNS, and are there as long as a module defines them; loops over
@@ -45,6 +47,7 @@ PACKAGE = "ckptool"
 NOT_ENTRIES = ("__init__.py", "__main__.py", "py.typed")
 SHORT = 5  # lines of a body
 WIDE = 120  # columns
+VAGUE = {"found", "made", "whole", "done", "given", "told", "kept", "known", "own", "alike"}
 PATH = ("cli", "verbs", "reports", "analysis", "render", "errors", "commands", "facts", "options")
 WRITERS = ("__init__", "html", "json", "lines", "markdown")  # of every report alike
 BYTES = ("bridge", "checkpoint", "formats", "output", "pickles")
@@ -93,6 +96,7 @@ AIMS = {
     "lines of README.md": Aim(None, 250, 260),
     "layers of the import contract": Aim(21, 10, 10),
     "names of several things": Aim(),
+    "locals that say nothing": Aim(),
 }
 # What may not get worse any more. Lower them when you can; the path of a verb was 14,400 before 0.2.0 brought `browse`,
 # `doctor --fix`, clusters, progress and the diff of a screen, for which the bound of the package was raised, too.
@@ -111,6 +115,7 @@ REACHED = {
     "lines of README.md": 260,
     "layers of the import contract": 11,
     "names of several things": 0,
+    "locals that say nothing": 60,
 }
 
 
@@ -156,6 +161,14 @@ class Module:
         private = (node for node in self.nodes if isinstance(node, ast.FunctionDef) and re.match("_[^_]", node.name))
         bodies = {node.name: node.body[_has_docstring(node) :] for node in private if names[node.name] == 1}
         return [f"{self.name}.{name}" for name, body in bodies.items() if body and _lines(body[0], body[-1]) <= SHORT]
+
+    @cached_property
+    def vague(self) -> list[str]:
+        """The places where a variable or parameter is called what anything could be called."""
+        named = [node for node in self.nodes if isinstance(node, ast.arg | ast.Name)]
+        stored = [node for node in named if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)]
+        names = ((node.arg if isinstance(node, ast.arg) else node.id, node.lineno) for node in stored)
+        return [f"{self.name}:{line} {name}" for name, line in names if name in VAGUE]
 
     @cached_property
     def saying(self) -> int:
@@ -398,6 +411,7 @@ def counts(house: House) -> dict[str, Callable[[], int]]:
         "lines of README.md": lambda: len((house.folder / "README.md").read_text(encoding="utf-8").splitlines()),
         "layers of the import contract": lambda: len(house.contract.layers) + 100 * len(house.contract.any_direction),
         "names of several things": lambda: len(house.repeated_names),
+        "locals that say nothing": lambda: sum(len(module.vague) for module in house.modules.values()),
         **{what: lambda what=what: len(house.designs(what)) for what in DESIGNS},  # type: ignore[misc]
     }
 
@@ -416,6 +430,7 @@ def details(house: House) -> Iterator[str]:
         "largest circle of imports": house.circle if len(house.circle) > 1 else [],
         "lines over 120 columns": house.wide_lines,
         "names of several things": [f"{name}: {', '.join(at)}" for name, at in house.repeated_names.items()],
+        "locals that say nothing": [at for module in house.modules.values() for at in module.vague],
     }
     for title, items in behind.items():
         if items:

@@ -55,7 +55,6 @@ SEVERAL: dict[str, dict[str, Any]] = {
     },
     "two optimizers, one of one's own": {**TEXT, "optim": SIGNS, "train": {"steps": STEPS, "precision": "fp16"}},
     "a stream": {**AVERAGED, **data("Points", "PointItems"), "eval": {"every": 4, "ema": True}},
-    "a stream to evaluate on": {**AVERAGED, **data("PointItems", "Points")},
     "a sampler": {**AVERAGED, **data("PointItems", "PointItems", sampler=own("weighted"))},
 }
 WAYS = ("KILL", "KILL in save", "KILL in prune", "TERM")

@@ -7,6 +7,7 @@ import re
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,39 @@ LEFT = {
         ),
         "last (variable)",
     ),
+    "what an early stop counts": (
+        (
+            "best, bad = 9.0, 0\nfor epoch in run.epochs(4):\n    for step, x in run.batches(loader): run.save()\n"
+            "    if x.sum() < best:\n        best, bad = x.sum(), 0\n    else:\n        bad += 1"
+        ),
+        "best, bad (variable)",
+    ),
+    "a count that is the run's, too": (
+        "mine = 0\nfor step, x in run.batches(loader, steps=4):\n    mine += 1\n    run.save()",
+        "mine (variable)",
+    ),
+    "the best weights, for what follows": (
+        (
+            "for epoch in run.epochs(3):\n    for step, x in run.batches(loader): pass\n    if epoch != 1:\n"
+            "        kept = {key: each + 1 for key, each in model.state_dict().items()}\n    run.save()\n"
+            "model.load_state_dict(kept)"
+        ),
+        "kept (variable)",
+    ),
+    "a generator around the loop": (
+        (
+            "def around(each):\n    prev = None\n    for it in each:\n        if prev is not None: yield prev\n"
+            "        prev = it\nfor step, x in around(run.batches(loader, steps=5)):\n    run.save()"
+        ),
+        "prev (variable)",
+    ),
+    "a file": (
+        (
+            "log = open(__file__, 'a')\nfor step, x in run.batches(loader, steps=4): log.write('x'); run.save()\n"
+            "log.close()"
+        ),
+        "log (TextIOWrapper)",
+    ),
     "nothing": (
         (
             "import collections, time\nclass Shell:\n    def ask(self): self.asked += 1\n"
@@ -94,7 +128,9 @@ def test_what_a_loop_leaves_in_variables_is_named_once(
     loop, wanted = LEFT[name]
     model = nn.Linear(4, 1)
     names = {"torch": torch, "random": random, "model": model, "loader": DataLoader(torch.rand(12, 4), batch_size=3)}
-    exec(loop, {**names, "run": Run(tmp_path, model=model, say=print), "__name__": "loop"})
+    names |= {"__name__": "loop", "__file__": str(tmp_path / "log")}
+    with Run(tmp_path / "run", model=model, say=print) as run:
+        exec(loop, {**names, "run": run})
     said = capsys.readouterr().out.splitlines()[1:]
     assert [line.removeprefix("seen in the script and not saved: ").partition(")")[0] + ")" for line in said] == [
         *filter(None, [wanted])
@@ -140,3 +176,162 @@ def test_steps_that_are_not_saved_as_what_is_around_the_loop_ended_it_are_named(
     for _ in islice(run.steps(9), 5):
         run.save(every=2)
     assert said[-1].startswith("step 5 was not saved: what is around run.steps ended the loop")
+
+
+# Loops that lose a variable, until what the notes say is done.
+LOST = {
+    "an early stop": "best, bad = 9.0, 0\nfor epoch in run.epochs(9):\n    for step, x in run.batches(loader):\n"
+    "        train(x, step)\n    value = 5.0 if epoch else 3.0\n    if value < best:\n        best, bad = value, 0\n"
+    "    else:\n        bad += 1\n    if bad > 1:\n        break",
+    "a hidden state": "hidden = torch.zeros(4)\nfor step, x in run.batches(loader, steps=9):\n"
+    "    hidden = hidden / 2 + x.mean(0)\n    train(x + hidden, step)",
+    "a counter": "mine = 0\nfor step, x in run.batches(loader, steps=9):\n    mine += 1\n    train(x / mine, step)",
+    "a sum of an epoch": "for epoch in run.epochs(3):\n    total = 0.0\n    for step, x in run.batches(loader):\n"
+    "        total += float(x.sum())\n        train(x, step)\n    model.weight.data *= total",
+    "a rate": "rate = 1.0\nfor epoch in run.epochs(3):\n    rate *= 0.5\n    for step, x in run.batches(loader):\n"
+    "        train(x * rate, step)",
+}
+
+
+def ended(folder: Path, loop: str, kill: int | None = None) -> list[float]:
+    """The weights at the end of a loop, or after step `kill`."""
+    seeded()
+    model, data = nn.Linear(4, 1), torch.rand(12, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    run = Run(folder, model=model, optimizer=optimizer, say=print)
+
+    def train(x: torch.Tensor, step: int) -> None:
+        optimizer.zero_grad()
+        model(x + torch.rand(1)).sum().backward()
+        optimizer.step()
+        run.save(every=2)
+        if step == kill:
+            raise Killed
+
+    names = {"run": run, "train": train, "torch": torch, "model": model, "__name__": "loop"}
+    with suppress(Killed), run:
+        exec(loop, {**names, "loader": DataLoader(data, batch_size=4, shuffle=True)})
+    weights: list[float] = model.weight.flatten().tolist()
+    return weights
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_loop_resumes_once_what_the_notes_say_is_written(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = LOST[name]
+    whole = ended(tmp_path / "whole", text)
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "(variable)" in line]
+    assert [ended(tmp_path / "killed", text, kill) for kill in (3, 5, None)][-1] != whole
+    for variable in note.partition(" (")[0].split(", "):
+        text = re.sub(rf"\b{variable}\b", f'run["{variable}"]', text)
+    capsys.readouterr()
+    assert ended(tmp_path / "mended", text) == whole
+    assert "(variable)" not in capsys.readouterr().out
+    assert [ended(tmp_path / "mended and killed", text, kill) for kill in (3, 5, None)][-1] == whole, text
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another, as those that look ahead or sharpen."""
+
+    def __init__(self, inner: torch.optim.Optimizer, shared: bool) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+        if shared:
+            self.state = inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("around", ["another", "inside", "shared", "none"])
+def test_an_optimizer_that_was_not_given_is_named_and_no_save_waits_for_one_that_was(
+    tmp_path: Path, around: str, kind: Any
+) -> None:
+    model, said = nn.Linear(4, 1), list[str]()
+    optimizer = given = kind(model.parameters(), lr=0.1)
+    if around in ("inside", "shared"):
+        optimizer = given = Around(given, around == "shared")
+    run = Run(tmp_path, model=model, optimizer=given, say=said.append)
+    for step in run.steps(6):
+        if around == "another" and step == 3:
+            optimizer = kind(model.parameters(), lr=0.01)
+        optimizer.zero_grad()
+        model(torch.rand(3, 4)).sum().backward()
+        optimizer.step()
+        run.save()
+        assert run._saver.step in (step - 1, None)
+    noted = [line for line in said if line.startswith(f"an optimizer ({kind.__name__}) that was not given")]
+    has_state = kind is torch.optim.AdamW
+    assert len(noted) == (around == "another" or (around == "inside" and has_state)), said
+    assert len([line for line in said if "optimizer (" in line and "seen in" in line]) == (around == "another")
+
+
+def test_a_module_that_grows_is_named_before_a_resumed_run_cannot_load_it(tmp_path: Path) -> None:
+    model, said = nn.Sequential(nn.Linear(4, 4)), list[str]()
+    with Run(tmp_path, model=model, say=said.append) as run:
+        run.save()
+        model.append(nn.Linear(4, 1))
+        run.save()
+        run.save()
+    assert len([line for line in said if line.startswith("model has other parameters than at ckptool.Run")]) == 1, said
+
+
+def test_data_of_another_length_than_an_epoch_began_with_are_named(tmp_path: Path) -> None:
+    noted = []
+    for size, kill in ((2, 3), (2, 4), (3, None)):
+        model, said = nn.Linear(4, 1), list[str]()
+        loader = DataLoader(torch.rand(12, 4), batch_size=size)
+        with suppress(Killed), Run(tmp_path, model=model, say=said.append) as run:
+            for _ in run.epochs(2):
+                for step, _ in run.batches(loader):
+                    run.save()
+                    if step == kill:
+                        raise Killed
+        noted.append([line for line in said if "the loader has" in line])
+    wanted = "the loader has 4 batches, and had 6 when this epoch began: the 3 that are left out are other samples"
+    assert [[line.startswith(wanted) for line in each] for each in noted] == [[], [], [True]], noted
+
+
+SCHEDULES = {
+    "StepLR": ({"step_size": 3}, {"step_size": 5}),
+    "MultiStepLR": ({"milestones": [2]}, {"milestones": [2, 4]}),
+    "CosineAnnealingLR": ({"T_max": 9}, {"T_max": 18}),
+    "OneCycleLR": ({"max_lr": 1.0, "total_steps": 9}, {"max_lr": 1.0, "total_steps": 18}),
+    "ReduceLROnPlateau": ({"patience": 3}, {"patience": 4}),
+    "ExponentialLR": ({"gamma": 0.5}, {"gamma": 0.25}),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_argument_of_a_schedule_that_the_script_changed_is_named(tmp_path: Path, name: str) -> None:
+    for given in (SCHEDULES[name][0], *SCHEDULES[name]):
+        model, said = nn.Linear(4, 1), list[str]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = getattr(torch.optim.lr_scheduler, name)(optimizer, **given)
+        with Run(tmp_path, model=model, optimizer=optimizer, scheduler=schedule, say=said.append) as run:
+            optimizer.step()
+            schedule.step(*[1.0] * (name == "ReduceLROnPlateau"))
+            run.save()
+        changed = [line for line in said if "in the script, but was" in line]
+        assert changed[: given is not SCHEDULES[name][1]] == [], said
+    (key,) = [each for each in SCHEDULES[name][0] if SCHEDULES[name][0][each] != SCHEDULES[name][1][each]]
+    assert [line for line in changed if line.startswith(f"scheduler: {key} is ")], said
+
+
+def test_a_second_loop_of_a_resumed_process_draws_nothing_that_is_named(tmp_path: Path) -> None:
+    for kill in (7, None):
+        seeded()
+        model, said = nn.Linear(4, 1), list[str]()
+        loader = DataLoader(torch.rand(12, 4), batch_size=3, shuffle=True)
+        run = Run(tmp_path, model=model, say=said.append)
+        with suppress(Killed), run:
+            for epochs in (1, 2):
+                for _ in run.epochs(epochs):
+                    for step, _ in run.batches(loader):
+                        run.save()
+                        if step == kill:
+                            raise Killed
+    assert [line for line in said if "random numbers were drawn" in line] == []

@@ -424,7 +424,7 @@ def _universal(tag: Tag) -> Checkpoint:
             copy = model.get(name)  # with tensor parallelism, a part of it
             copy = copy if isinstance(copy, TensorEntry) and copy.shape == weight.shape else None
             piece = Piece(weight.reshape((weight.numel,)), (0,), f"{name}/{_WEIGHT}.pt")
-            weights[name] = tag.joiner.flat(name, weight.shape, [piece], copy)
+            weights[name] = tag.joiner.flat(name, weight.shape, [piece], copy).with_flags(weight.flags)
             state[name] = zero.undivided(steps.get(number)) | slots
             if (step := number_in(state[name].get("step"))) is not None:  # ZeRO steps all of its vectors together
                 first_step = first_step or (name, {"step": step})

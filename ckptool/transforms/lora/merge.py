@@ -44,7 +44,7 @@ class AdapterMerge:
         self.base, self.adapter, self.multiplier, self.is_ordered = base, adapter, multiplier, is_ordered
         self.base_name, self.name, self.ties = base_name, adapter.name, ties or {}
         self.tensors = {key: item for key, item in base.items() if type(key) is str and isinstance(item, TensorEntry)}
-        self.parameters: dict[Delta, list[str]] = {}  # changes of single ones, with the names that each may be for
+        self.parameters: dict[Delta, list[str]] = {}  # changes of single parameters, with the possible names of each
         targets = [target.rpartition(".")[::2] for target in adapter.names("target_parameters")]
         for delta in (delta for delta in adapter.deltas if delta.method == LORA):
             names = [name for owner, name in targets if f".{delta.module}".endswith(f".{owner}") or not owner]
