@@ -296,7 +296,7 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(slots=True, eq=False, repr=False)
 class StorageRef:
-    """A storage that stands in the tree by itself. `dtype` is None for an untyped one."""
+    """A storage that is itself in the tree, without a tensor. `dtype` is None for an untyped one."""
 
     storage: Storage
     dtype: DType | None
@@ -329,8 +329,8 @@ class Composite(ArrayLike):
         return (part for part in visit(self.made) if isinstance(part, (TensorEntry, StorageRef)))
 
     def settle(self) -> int:
-        """Looks for its parts, now that nothing in it changes; gives how many nodes were looked at, and an eighth of
-        the values in them, which are passed over."""
+        """Collects its parts, now that nothing in it changes; returns how many nodes it went through, plus an eighth of
+        the values in them, which are only skipped."""
         nodes = list(visit(self.made))
         parts = tuple(part for part in nodes if isinstance(part, (TensorEntry, StorageRef)))
         object.__setattr__(self, "found", parts)
@@ -391,7 +391,7 @@ class PartOf:
     """The part of something larger that a checkpoint is, and what that means for anyone who takes it for the whole.
 
     label: `rank 1 of 2`.  meaning: a sentence.  number, count: those of the label, where they are known.
-    whole: the path of the folder or index that it is a part of; empty where that is not at hand.
+    whole: the path of the folder or index that it is a part of; empty if that is not known.
     index: the name of the index that names this file, if one does: then changing this file alone breaks the set.
     join: the command that puts a folder of members together, as argv, where it has to be spelled out.
     """
@@ -463,7 +463,7 @@ class Checkpoint:
         return top[key] if is_key else _trees().find(top, key)[1]
 
     def _top(self) -> Any:
-        """The tree, read-only; of a pickled module its state dict, of another object what is in it by name."""
+        """The tree, read-only; for a pickled module its state dict, for another object its parts by name."""
         if "read-only" not in self.kept:
             tree = self.tree
             if isinstance(tree, Object):

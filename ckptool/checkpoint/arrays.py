@@ -3,9 +3,9 @@
 An array is a `TensorEntry`, and its views (`permute`, `narrow`, `reshape`, `transforms.views`) cost nothing. There are
 three ways to compute, and they alone decide how much is in memory:
 
-    fold(take, *arrays)                one reading pass: `take(place, *blocks)` for each stretch of the arrays
-    each(make, *arrays, dtype=…)       elementwise: an array whose values `make(place, *blocks)` gives when it is read
-    computed_rows(dtype, shape, rows)  by rows of the first dimension: `rows(start, stop)`
+    fold(take, *arrays)                  one reading pass: `take(place, *blocks)` for each stretch of the arrays
+    elementwise(make, *arrays, dtype=…)  an array whose values `make(place, *blocks)` gives when it is read
+    computed_rows(dtype, shape, rows)    by rows of the first dimension: `rows(start, stop)`
 
 Blocks are bytes (uint8) in row-major order with conjugate and negative bits applied, of at most CHUNK elements, in
 memory that is used again; `dtypes.numbers` reads them. `TensorValues` reads numbers from anywhere in an array.
@@ -46,7 +46,7 @@ def fold(take: Callable[..., Any], *arrays: TensorEntry, row: int = 1) -> None:
                 return
 
 
-def each(make: Callable[..., Array], *arrays: TensorEntry, dtype: DType) -> TensorEntry:
+def elementwise(make: Callable[..., Array], *arrays: TensorEntry, dtype: DType) -> TensorEntry:
     """An array shaped like the first, whose elements `make(place, *blocks)` computes from the same ones of each.
 
     They are rounded as in `computed_rows`. `make` must not keep the blocks: their memory is used again.
@@ -61,7 +61,7 @@ def resolved(entry: TensorEntry) -> TensorEntry:
     if entry.dtype.kind not in ("float", "complex"):
         raise Unsupported(f"a negated view of type {entry.dtype} cannot be resolved")
     kind = entry.dtype.to_numpy() if entry.dtype.is_float else "u1"
-    array = each(lambda _, raw: raw.view(kind), entry, dtype=entry.dtype)
+    array = elementwise(lambda _, raw: raw.view(kind), entry, dtype=entry.dtype)
     return replace(array, flags=entry.flags._replace(conj=False, neg=False))
 
 
@@ -75,7 +75,7 @@ def swapped(storage: Storage, dtype: DType | None) -> Data:
         return storage.data
     width = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
     words = TensorEntry(storage, by_name(f"u{8 * width}"), (storage.nbytes // width,), (1,))
-    return each(lambda _, raw: raw.view(f"u{width}").byteswap(), words, dtype=words.dtype).storage.data
+    return elementwise(lambda _, raw: raw.view(f"u{width}").byteswap(), words, dtype=words.dtype).storage.data
 
 
 def stretches(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:

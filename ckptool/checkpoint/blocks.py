@@ -40,9 +40,9 @@ def blocks(data: Data, start: int = 0, stop: int | None = None) -> Iterator[memo
     """The bytes of `data` from `start` to `stop`, in order, in one buffer that is filled again for each block."""
     end = data.length if stop is None else stop
     memory = memoryview(bytearray(max(0, min(BLOCK, end - start))))
-    for place in range(start, end, BLOCK):
-        block = memory[: end - place]
-        fill(data, place, block)
+    for offset in range(start, end, BLOCK):
+        block = memory[: end - offset]
+        fill(data, offset, block)
         yield block
 
 

@@ -55,13 +55,13 @@ _buffers = _Buffers()
 def _same_part(a: Data, b: Data, start: int, stop: int, differences: list[int]) -> bool:
     # Two reused bytearrays: comparing memoryviews, or fresh bytes, takes five times as long.
     left, right = _buffers.pair
-    for place in range(start, stop, _READ):
-        if stop - place < _READ:
-            left, right = bytearray(stop - place), bytearray(stop - place)
-        fill(a, place, memoryview(left))
-        fill(b, place, memoryview(right))
+    for offset in range(start, stop, _READ):
+        if stop - offset < _READ:
+            left, right = bytearray(stop - offset), bytearray(stop - offset)
+        fill(a, offset, memoryview(left))
+        fill(b, offset, memoryview(right))
         if left != right:
-            differences.append(place)
+            differences.append(offset)
         if differences:
             return False
     return True

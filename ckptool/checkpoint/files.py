@@ -39,7 +39,7 @@ MAX_FILES = 100_000  # in a folder that is opened
 # File modes that are not a regular file's, as people call them.
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
-# O_NONBLOCK: a FIFO without a writer would otherwise hang here.  O_NOCTTY: a terminal stays whose it is.
+# O_NONBLOCK: a FIFO without a writer would otherwise hang here.  O_NOCTTY: a terminal is not taken over.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
@@ -187,7 +187,7 @@ class Source:
         return Part(self, offset, length)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Says which ranges will be read soon: from another machine they come with few requests."""
+        """Announces ranges that will be read soon: a remote file fetches them with few requests."""
 
     def past_end(self, offset: int, length: int) -> Truncated:
         """The error for bytes that are not there."""
@@ -261,7 +261,7 @@ def is_a_folder(source: Source) -> NotACheckpoint:
 def open_regular(path: str | os.PathLike[str], what: str) -> int:
     """A descriptor of a named file that is no checkpoint: rules, an array, a configuration.
 
-    what: what it was to be (`a file of rules`), for the errors. Raises `FileProblem` where it cannot be read,
+    what: what it should be (`a file of rules`), for the errors. Raises `FileProblem` where it cannot be read,
     `UsageError` for a folder, a pipe or a device.
     """
     if is_url(path):
@@ -275,7 +275,7 @@ def open_regular(path: str | os.PathLike[str], what: str) -> int:
 
 
 def read_small(path: str | os.PathLike[str], what: str, limit: int) -> bytes:
-    """All bytes of such a file. Raises `LimitExceeded` for more than `most` bytes, and what `open_regular` raises."""
+    """All bytes of such a file. Raises `LimitExceeded` beyond `limit` bytes, and what `open_regular` raises."""
     try:
         if is_url(path):
             data = (source := Source(path)).read(0, min(source.size, limit + 1))
@@ -362,7 +362,7 @@ class Folder:
         return object.__new__(cls)
 
     def __init__(self, path: str | os.PathLike[str], shown: str | os.PathLike[str] = "") -> None:
-        """Looks at what is in `path`; raises `FileProblem`, or `LimitExceeded` for a folder of very many files.
+        """Lists what is in `path`; raises `FileProblem`, or `LimitExceeded` for a folder of very many files.
 
         shown: what the user called it, where that is not the folder (an index file in it).
         """
@@ -370,7 +370,7 @@ class Folder:
         self.shown = os.fspath(shown) or self.path
         self._files: dict[str, Source] = {}
         try:
-            with os.scandir(self.path) as entries:  # of everything in it
+            with os.scandir(self.path) as entries:  # files, folders and whatever else
                 self.names = sorted(entry.name for entry in islice(entries, MAX_FILES + 1))
         except (OSError, ValueError) as error:
             raise file_problem(error, self.path, "read") from error
@@ -462,12 +462,12 @@ opened: ContextVar[dict[str, Any] | None] = ContextVar("opened", default=None)  
 
 @contextmanager
 def while_open() -> Iterator[None]:
-    """Inside this, a remote file is asked for once, however often it is opened."""
-    before = opened.set({} if opened.get() is None else opened.get())
+    """Inside this, a remote file is requested once, however often it is opened."""
+    token = opened.set({} if opened.get() is None else opened.get())
     try:
         yield
     finally:
-        opened.reset(before)
+        opened.reset(token)
 
 
 def folder_at(path: str | os.PathLike[str]) -> bool:

@@ -83,15 +83,15 @@ def alike(one: Any, other: Any, limit: int | None = None, equal: Callable[[Any, 
 
 MAX_DEPTH = 1_000
 
-# The characters that all addresses in a tree may have together, if they were written out: so many, and so many more for
-# each node.
+# The characters that all addresses in a tree may have together, if they were written out: a fixed number, and so many
+# more for each node.
 FREE_TEXT = 16 << 20
 TEXT_PER_NODE = 256
-# How many values objects may hold, each counted for every object that holds it: so many, and so many for each node.
+# How many values objects may hold, each counted for every object that holds it: a fixed number, and more for each node.
 FREE_HELD = 100_000
 HELD_PER_NODE = 8
-# How many containers a file may hold: so many, and one more for every so many bytes. torch's own protocol takes at
-# least that many for each, and twice as many for an object.
+# How many containers a file may hold: a fixed number, and one more for every few bytes. torch's own protocol takes at
+# least that many bytes for each, and twice as many for an object.
 FREE_CONTAINERS = 50_000
 BYTES_PER_CONTAINER = 6
 _CONTAINERS = frozenset({dict, list, tuple, OrderedDict, Set, Object})
@@ -152,7 +152,7 @@ def check_depth(root: Any, nbytes: int | None = None) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Stops the garbage collector: among hundreds of thousands of new objects it would search, and find nothing."""
+    """Pauses the garbage collector: it would search hundreds of thousands of new objects, and find nothing."""
     running = gc.isenabled()
     gc.disable()
     try:
@@ -238,24 +238,24 @@ class GraphMapper:
 
     def _from_parts(self, value: Any, from_parts: FromParts) -> Any:
         stack = [(value, from_parts, iter(from_parts.parts))]
-        inside = {id(value)}
+        ancestors = {id(value)}
         while stack:
             value, from_parts, parts = stack[-1]
             for part in parts:
                 if type(part) in SCALARS or id(part) in self.results:
                     continue
-                if id(part) in inside:
+                if id(part) in ancestors:
                     what = "a value that contains itself in an impossible way"
                     raise Corrupt(what, "No program writes this; the file is probably malicious.")
                 result = self.handled(part)
                 if type(result) is FromParts:
                     stack.append((part, result, iter(result.parts)))
-                    inside.add(id(part))
+                    ancestors.add(id(part))
                     break
                 self._keep(part, result)
             else:
                 stack.pop()
-                inside.discard(id(value))
+                ancestors.discard(id(value))
                 self._keep(value, from_parts.make(list(map(self.of, from_parts.parts))))
         return self.results[id(value)]
 

@@ -1,4 +1,4 @@
-"""Who may do work that takes long (`Jobs`), and the signals that end it."""
+"""Who may do long work (`Jobs`), and the signals that end it."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def stop(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def deliver_signal_again(lost: Any) -> None:
+def deliver_signal_again(unraisable: Any) -> None:
     """As `sys.unraisablehook`: Python drops what is raised while an object is deleted. A signal's exception is raised
     again a moment later; an error is not reported."""
-    if isinstance(lost.exc_value, (KeyboardInterrupt, SystemExit)):
+    if isinstance(unraisable.exc_value, (KeyboardInterrupt, SystemExit)):
 
         def again(number: int, frame: object) -> NoReturn:
-            raise lost.exc_value
+            raise unraisable.exc_value
 
         signal.signal(signal.SIGALRM, again)
         signal.setitimer(signal.ITIMER_REAL, 0.001)
@@ -64,7 +64,7 @@ def signals_held() -> Iterator[list[int]]:
     """Holds back the signals that end the program, blocked and caught, until its own handlers are back. The list is of
     those that came meanwhile, which are raised then."""
     received, handlers = list[int](), dict[int, Any]()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDS})
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDS})
     if threading.current_thread() is threading.main_thread():  # where a signal that another thread gets is raised
         for signum in (signal.SIGINT, *ENDS):
             handlers[signum] = signal.signal(signum, lambda number, _: received.append(number))
@@ -73,6 +73,6 @@ def signals_held() -> Iterator[list[int]]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         for number in dict.fromkeys(received):
             signal.raise_signal(number)

@@ -232,10 +232,10 @@ def is_type(node: Object) -> bool:
         return False
     if node.state is MISSING:
         return True
-    version, order, inside, names, fields, itemsize, alignment, flags, *metadata = node.state
+    version, order, subarray, names, fields, itemsize, alignment, flags, *metadata = node.state
     parts: list[tuple[int, int, bool]] = []  # where each part begins and ends, and whether it has objects
-    if inside is not None:
-        part, shape = inside
+    if subarray is not None:
+        part, shape = subarray
         _, width, objects = _element(part)
         if not _is_shape(shape) or width * math.prod(shape) != size:
             return False
@@ -260,7 +260,7 @@ def is_type(node: Object) -> bool:
         return False
     if order not in ("<", ">", "|", "=") or any(type(number) is not int for number in (itemsize, alignment, flags)):
         return False
-    if parts and (kind != "V" or (inside is not None and names is not None)):  # of one array, or of fields
+    if parts and (kind != "V" or (subarray is not None and names is not None)):  # of one array, or of fields
         return False
     if not all(type(begin) is int and 0 <= begin <= end <= size for begin, end, _ in parts):
         return False

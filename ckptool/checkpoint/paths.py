@@ -59,7 +59,7 @@ def may_exist(path: str | os.PathLike[str]) -> bool:
 
 
 def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FileProblem | None:
-    """The error for a path that is no place on this machine (remote, `-`, empty); None for what is there."""
+    """The error for a path that cannot be a place on this machine (remote, `-`, empty), or None."""
     name = os.fspath(path)
     if os.path.lexists(name) or (is_url(name) and not writing):
         return None
@@ -86,8 +86,8 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
     """The system's error as one of ours (one of ours is returned as it is). doing: the verb that failed (`read`)."""
     if isinstance(error, CkptoolError):
         return error
-    if isinstance(error, FileNotFoundError) and (elsewhere := refused_place(path, doing != "read")):
-        return elsewhere
+    if isinstance(error, FileNotFoundError) and (problem := refused_place(path, doing != "read")):
+        return problem
     name = os.fspath(path)
     number = getattr(error, "errno", None)
     if number == errno.ENOENT and is_url(path):
@@ -169,7 +169,7 @@ def named_urls(text: str) -> str:
 
 
 def given_url(name: str) -> str:
-    """The URL that a name stands for; with the password for its host, where another one came with that."""
+    """The URL that a name stands for; with the password for its host, if another URL came with one."""
     host = "/".join(name.split("/", 3)[:3])
     return GIVEN.get(name) or GIVEN.get(host, host) + name[len(host) :]
 
@@ -234,10 +234,10 @@ def match_within_limit(pattern: re.Pattern[str], key: str) -> bool:
         what = f"the pattern {pattern.pattern!r} was still being tried on {key[:60]!r} after {LIMIT:g} seconds"
         raise Unsupported(what, "Nested quantifiers can match in exponentially many ways. Nothing was written.")
 
-    before = signal.signal(signal.SIGVTALRM, expired)
+    previous_handler = signal.signal(signal.SIGVTALRM, expired)
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT)
         return pattern.fullmatch(key) is not None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
+        signal.signal(signal.SIGVTALRM, previous_handler or signal.SIG_DFL)

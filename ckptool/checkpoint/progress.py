@@ -25,10 +25,10 @@ class Pass:
         self.done = self.counted = self.step = 0
         self.highest, self.began = 0.0, monotonic()
 
-    def share(self, below: float) -> float:
-        """How much is done, from 0 to 1.  below: the same of the pass inside it, which is one step."""
+    def share(self, inner: float) -> float:
+        """How much is done, from 0 to 1.  inner: the same of the pass inside it, which is one step."""
         step = self.step or self.total - self.done
-        now = self.done + max(below * step, min(self.counted, step))
+        now = self.done + max(inner * step, min(self.counted, step))
         self.highest = max(self.highest, min(1.0, now / self.total)) if self.total else 0.0
         return self.highest
 
@@ -39,7 +39,7 @@ is_watched = False
 
 @contextmanager
 def reading(total: int | Callable[[], int], files: int = 0) -> Iterator[Pass]:
-    """A pass over so many bytes, in so many files if their number is shown."""
+    """A pass over `total` bytes, in a number of files if that is to be shown."""
     if not is_watched:
         yield Pass(0)
         return

@@ -33,10 +33,10 @@ from ckptool.errors import CkptoolError, FileMissing, FileProblem, LimitExceeded
 END = 128 << 10  # bytes of each end of an object that are read at once: most tables are in them
 STEP, BEFORE = 16 << 10, 4 << 10  # bytes read where fewer are wanted, and in front of them
 NEAR = 4 << 10  # bytes that may lie between two reads of one that goes front to back
-PART, AT_ONCE = 1 << 20, 16  # bytes of a range of values, and the ranges that are asked for at once
+PART, AT_ONCE = 1 << 20, 16  # bytes of a range of values, and the ranges that are requested at once
 WINDOW = PART * AT_ONCE // 2  # bytes that one reader is read ahead of
 KEPT, MOST_KEPT = PART * AT_ONCE, 1_024  # bytes and pieces of all objects that are kept, or on their way
-TABLE = 64 << 20  # bytes that are asked for as one range
+TABLE = 64 << 20  # bytes that are requested as one range
 TRIES, WAIT, PATIENCE = 3, 0.25, 60  # WAIT: seconds before the second try, doubled before the third
 
 
@@ -273,7 +273,7 @@ class RemoteObject:
     def __init__(self, url: str) -> None:
         self.url, self.size, self.tag, self.modified = url, -1, "", 0.0
         self.process, (self.ask, self.is_tagged) = os.getpid(), asking(url)
-        self.pieces: list[_Piece] = []  # by their places
+        self.pieces: list[_Piece] = []  # sorted by `start`
         self.readers: dict[int, tuple[int, int]] = {}  # by thread: from where to where it has read in one go
         head: Future[bytes] = Future()
         head.set_result(_begun(self.fetch(0, END)).result())
@@ -331,14 +331,14 @@ class RemoteObject:
             self.pieces = [piece for piece in self.pieces if piece.data.done()]
         if not table or len(buffer) > STEP:  # else it is a header between values
             with _lock:
-                begin, before = self.readers.pop(threading.get_ident(), (0, -1))
-                if 0 <= at - before <= NEAR:  # as much as it has read already, but not what another has read
+                begin, last_stop = self.readers.pop(threading.get_ident(), (0, -1))
+                if 0 <= at - last_stop <= NEAR:  # as much as it has read already, but not what another has read
                     others = (start for start, _ in self.readers.values() if start >= end)
                     ahead = min(max(at - begin, END), WINDOW, min(others, default=self.size) - at)
                 self.readers[threading.get_ident()] = begin if ahead else at, end
         while at < end:
             with _lock:
-                piece = self._at(at)[0]  # before a table that is more than what is kept takes its place
+                piece = self._at(at)[0]  # before a table that is larger than the cache takes its place
                 self._ask_ahead(at, end, ahead, table)
                 piece = piece or self._at(at)[0]
             assert piece is not None
@@ -362,14 +362,14 @@ class RemoteObject:
         start, stop = at, min(self.size, max(end, at + ahead), at + (WINDOW if limit == PART else TABLE))
         if piece is not None and (stop - at <= PART or self._at(stop - PART)[0] is not None):
             return
-        if not ahead and end - at < PART:  # somewhere else: with what is around it
+        if not ahead and end - at < PART:  # a read elsewhere: with what is around it
             start, stop = max(0, at - BEFORE), max(end, at + STEP)
             if stop > self.size - END:
                 start, stop = max(0, min(start, self.size - END)), self.size
         if limit == TABLE:  # what follows may be there
             stop = min(stop, after if piece is None else max(end, after))
         if limit == PART and end < stop < self.size:  # whole parts: the rest comes with the next ones
-            missing = start  # that was not asked for
+            missing = start  # the first byte that was not requested
             while (piece := self._at(missing)[0]) is not None and missing < self.size:
                 missing = piece.stop
             stop = max(end, stop - (stop - missing) % PART)
@@ -397,7 +397,7 @@ class RemoteObject:
         insort(self.pieces, piece, key=lambda each: each.start)
         with _lock:
             _cache[id(piece)] = ref(self), piece
-            cached = [*_cache.values()]  # whoever ends meanwhile drops its own
+            cached = [*_cache.values()]  # an object that ends meanwhile drops its own
             total = sum(each.stop - each.start for _, each in cached)
             while len(cached) > 1 and (total > KEPT or len(cached) > MOST_KEPT):
                 owner, oldest = cached.pop(0)
@@ -441,7 +441,7 @@ def _listing(folder: str) -> _Listing:
     fs, path = file_system(url)
     path = path.rstrip("/") + "/" * is_web(url)
     fs.invalidate_cache()
-    listing, pattern = _Listing(), r"[^/?#]+/?" if is_web(url) else r"[^/]+"  # and not what sorts a page
+    listing, pattern = _Listing(), r"[^/?#]+/?" if is_web(url) else r"[^/]+"  # not the links that sort the page
     listed = _tried(url, lambda: _answer_of(url, asyncio.to_thread(fs.ls, path, detail=True)))
     for row in _begun(listed).result():
         name: str = row["name"].removeprefix(path) if is_web(url) else row["name"].rstrip("/").rpartition("/")[2]
@@ -550,7 +550,7 @@ class RemoteFolder(Folder):
 
     def each(self, names: Sequence[str]) -> Iterator[Source]:
         def begin(context: Context, url: str) -> None:
-            with suppress(CkptoolError, _IsFolder):  # who opens it is told
+            with suppress(CkptoolError, _IsFolder):  # whoever opens it gets the error
                 source = context.run(_object, url)
                 source.expect([(max(0, source.size - END), source.size)])  # where every reader looks for a zip's end
 

@@ -31,7 +31,7 @@ EDGE = 3
 
 # A gap that costs about as much to read through as another call costs. A computed storage pays more for each call.
 _GAP_FILE = 8 << 10
-_GAP_COMPUTED = 256 << 10  # so does what is on another machine
+_GAP_COMPUTED = 256 << 10  # so does a remote file
 
 
 def subrange(data: Data, offset: int, length: int) -> Data:
@@ -93,8 +93,8 @@ def without_repeats(entry: TensorEntry) -> tuple[TensorEntry, int]:
 
 def in_storage_order(entry: TensorEntry) -> TensorEntry | None:
     """The same values as a contiguous view with permuted dimensions; None if they leave gaps or overlap."""
-    turned = entry.permute(storage_axes(entry))
-    return turned if turned.is_contiguous else None
+    permuted = entry.permute(storage_axes(entry))
+    return permuted if permuted.is_contiguous else None
 
 
 def storage_axes(entry: TensorEntry) -> list[int]:
@@ -236,14 +236,14 @@ def _copy(source: Array, out: Array) -> None:
     """Fills `out`; where rows become columns, in tiles that stay in the processor's cache."""
     if source.itemsize in (1, 2, 4, 8):  # numbers are copied quicker than bytes of no type
         source, out = source.view(f"u{source.itemsize}"), out.view(f"u{source.itemsize}")
-    last = out.ndim - 1
+    last_axis = out.ndim - 1
     across = min(range(out.ndim), key=lambda axis: (source.strides[axis] or 1 << 62, -axis))
-    if across == last:
+    if across == last_axis:
         out[...] = source
         return
-    before, between = (slice(None),) * across, (slice(None),) * (last - across - 1)
+    before, between = (slice(None),) * across, (slice(None),) * (last_axis - across - 1)
     for at in range(0, out.shape[across], _TILE[1]):
-        for place in range(0, out.shape[last], _TILE[0]):
+        for place in range(0, out.shape[last_axis], _TILE[0]):
             tile = (*before, slice(at, at + _TILE[1]), *between, slice(place, place + _TILE[0]))
             out[tile] = source[tile]
 

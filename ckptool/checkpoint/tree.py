@@ -22,12 +22,12 @@ Path = tuple[Any, ...]
 Leaf = Callable[[Any], Any]
 Key = TypeVar("Key")
 
-# A container that stands in several places (a state dict that is both `model` and `best`) is walked each time, up to so
-# many nodes in all, and so many for each node; after that only once. What objects share has a name in each of them.
+# A container that stands in several places (a state dict that is both `model` and `best`) is walked each time, up to a
+# number of nodes in all, and more for each node; after that only once. What objects share has a name in each of them.
 REPEATED_NODES = 10_000
 REPEATED_PER_NODE = 4
 
-MANY_NAMES = 20_000  # of tensors; with more, it counts how few tensors have them
+MANY_NAMES = 20_000  # of tensors; if there are more, they must be those of enough tensors
 
 _CONTAINERS = (dict, list, tuple, Set, Object)
 
@@ -62,7 +62,7 @@ def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
     yield (), tree
     if not isinstance(tree, _CONTAINERS):
         return
-    seen, inside, repeated = {id(tree)}, [id(tree)], -REPEATED_NODES
+    seen, ancestors, repeated = {id(tree)}, [id(tree)], -REPEATED_NODES
     # Not written with `visit`: what stands in two places comes twice, each time with its path.
     stack: list[tuple[Path, Iterator[tuple[Any, Any]]]] = [((), children(tree))]
     while stack:
@@ -74,18 +74,18 @@ def walk(tree: Any) -> Iterator[tuple[Path, Any]]:
                 if id(node) not in seen:
                     seen.add(id(node))
                     repeated -= REPEATED_PER_NODE * _width(node)
-                elif id(node) in inside or repeated > 0:
+                elif id(node) in ancestors or repeated > 0:
                     continue
                 else:
                     # About how many characters its address has, and as much for each segment.
                     length = sum([8 + len(key) if type(key) is str else 16 for key in node_path])
                     repeated += _width(node) * (1 + length // 64)
-                inside.append(id(node))
+                ancestors.append(id(node))
                 stack.append((node_path, children(node)))
                 break
         else:
             stack.pop()
-            inside.pop()
+            ancestors.pop()
 
 
 def _width(node: Any) -> int:
@@ -167,7 +167,7 @@ def find(tree: Any, text: str) -> tuple[Path, Any]:
 
     Below a pickled module, the names of its state dict are found as well.
 
-    Raises `MissingKey` where nothing is there (with what is), `Ambiguous` where the keys 0 and '0' both are.
+    Raises `MissingKey`, which lists what is there, if nothing is; `Ambiguous` if the keys 0 and '0' both are.
     """
     path: Path = ()
     node = tree
@@ -356,11 +356,11 @@ Attributes = dict[Any, Any]
 
 
 def walk_modules(
-    top: Any, attributes_of: Callable[[Any], Attributes | None], below: Callable[[Attributes], Attributes]
+    top: Any, attributes_of: Callable[[Any], Attributes | None], submodules: Callable[[Attributes], Attributes]
 ) -> Iterator[tuple[str, Attributes]]:
     """The attributes of a module and of all below it, parents first, each with the prefix of its names (`layer1.0.`).
 
-    attributes_of: None for what is no module.  below: the things in it that may be modules, by name.
+    attributes_of: None for what is no module.  submodules: what may be a module in one, by name.
     A module that stands in two places comes twice, one within itself once. Raises `LimitExceeded` for names without
     end.
     """
@@ -368,12 +368,12 @@ def walk_modules(
     if attributes is None:
         return
     yield "", attributes
-    spent, inside = 0, {id(top)}
-    stack = [("", id(top), iter(below(attributes).items()))]
+    spent, ancestors = 0, {id(top)}
+    stack = [("", id(top), iter(submodules(attributes).items()))]
     while stack:
         prefix, module_id, parts = stack[-1]
         for name, node in parts:
-            attributes = None if id(node) in inside else attributes_of(node)
+            attributes = None if id(node) in ancestors else attributes_of(node)
             if attributes is None:
                 continue
             node_prefix = f"{prefix}{name}."
@@ -383,12 +383,12 @@ def walk_modules(
             if spent > MAX_NAMES:
                 raise LimitExceeded("modules whose names are too long together")
             yield node_prefix, attributes
-            inside.add(id(node))
-            stack.append((node_prefix, id(node), iter(below(attributes).items())))
+            ancestors.add(id(node))
+            stack.append((node_prefix, id(node), iter(submodules(attributes).items())))
             break
         else:
             stack.pop()
-            inside.discard(module_id)
+            ancestors.discard(module_id)
 
 
 _WRAPPERS = ("torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer", "torch.autograd.variable.Variable")

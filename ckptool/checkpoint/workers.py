@@ -200,7 +200,7 @@ def _outcome(work: Work[Any, Any], item: Any) -> tuple[bool, Any]:
 
 
 def _tried(work: Work[Any, Any], item: Any) -> tuple[bool, Any]:
-    """Whether the work was done, with its result or the error that it raised, in words where only words can be sent."""
+    """Whether the work was done, with its result or the error that it raised; as text where only text can be sent."""
     try:
         return True, work(item)
     except Exception as error:  # noqa: BLE001 (whatever it is, it is raised again where the work was asked for)

@@ -128,14 +128,14 @@ def method_of(role: str) -> str:
 
 
 def is_factor(role: str) -> bool:
-    """True for one of the tensors that a change is computed from, as no other checkpoint has."""
+    """True for a tensor that a change is computed from; other checkpoints have none."""
     return method_of(role) in (LORA, LOHA, LOKR)
 
 
 def adapter_detail(node: Mapping[Any, Any]) -> str:
     """An adapter's state dict in words: `LoRA adapter, PEFT names, rank 8, of 24 modules (q_proj, v_proj)`.
 
-    Empty for what is none: at least a quarter of the keys of an adapter are factors.
+    Empty if it is none: at least a quarter of the keys of an adapter are factors.
     """
     texts = [key for key in node if type(key) is str]
     factors = {key: of for key in texts if is_factor((of := adapter_key(key)).role)}

@@ -22,7 +22,7 @@ MAX_LEVELS = 16  # of dictionaries in the state of one parameter; Shampoo has th
 def nested(tree: Any) -> Any:
     """The tree with flattened optimizers as `state` by name and `param_groups`, below their prefix; else the same tree.
 
-    They are looked for at the top and one level below. Raises `Corrupt` for keys that run through each other.
+    They are looked for at the top and one level below. Raises `Corrupt` for a key that leads through a plain value.
     """
     if not isinstance(tree, dict):
         return tree
@@ -42,8 +42,8 @@ def _unflattened(node: dict[Any, Any]) -> dict[Any, Any]:
         name, _, option = rest.rpartition(".")
         if name and option and (not prefix or prefix.endswith(".")):
             options.setdefault(prefix, {}).setdefault(name, {})[option] = node[key]
-    taken = {name for place in options for name in ([place[:-1]] if place else ["state", "param_groups"])}
-    if not options or len(options) > MAX_PLACES or not taken.isdisjoint(node):
+    new_keys = {name for place in options for name in ([place[:-1]] if place else ["state", "param_groups"])}
+    if not options or len(options) > MAX_PLACES or not new_keys.isdisjoint(node):
         return node  # there are none, or what they would become is there already
     result: dict[Any, Any] = {}
     for key, value in node.items():

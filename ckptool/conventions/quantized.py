@@ -32,9 +32,9 @@ EXPONENTS = by_name("f8_e8m0fnu")  # the powers of two that scales of bytes are
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """A weight that several tensors stand for.
+    """A weight that is stored as several tensors.
 
-    name: what the weight itself is called.  parts: by role.  keys: of all of them in the state dict, that of the codes
+    name: what the weight itself is called.  parts: by role.  keys: those of all parts in the state dict, the codes'
     first.  codes: how the codes are packed (see `transforms.dequantize`).  kind: of the format, for people.
     grid, block: how many scales there are along each dimension, and the size of what shares one.
     facts: what else the arithmetic needs.
@@ -160,16 +160,16 @@ def _unknown(method: str, forms: Sequence[str], config: Any, divided: list[Any],
     for form in forms:
         if form not in _KNOWN.get(method, forms):
             yield f"the format {form!r} of {method} is not known"
-    odd = "the field {!r} of its quantization configuration is not known"
+    unknown_field = "the field {!r} of its quantization configuration is not known"
     for key, value in (item for node in (config, *divided, *weights) for item in node.items()):
         if key not in _FIELDS and value and value != {"format": "dense"}:
-            yield odd.format(key[:60])
+            yield unknown_field.format(key[:60])
         elif isinstance(value, str) and _FIELDS.get(key) and value.lower() not in _FIELDS[key]:
-            yield odd.format(f"{key}={value[:60]}")
+            yield unknown_field.format(f"{key}={value[:60]}")
     for node in (group for group in divided if group.get("weights") in weights):
         form, kind = str(node.get("format") or config.get("format")), node["weights"].get("type")
         if kind in ("int", "float") and _TYPES.get(form, kind) != kind:
-            yield odd.format(f"type={kind}")
+            yield unknown_field.format(f"type={kind}")
 
 
 def _text(value: Any) -> str:
@@ -449,12 +449,12 @@ def find_quantized(tree: Mapping[Any, Any], config: Mapping[str, Any], metadata:
     config: the `quantization_config` beside it.  metadata: of its container.
     """
     scheme = scheme_of(config)
-    result, taken = Quantized(), dict[str, str]()
+    result, owners = Quantized(), dict[str, str]()
     if scheme.unknown and any(map(_are_codes, tree.values())):
         result.problems.append(scheme.unknown)
-    for name, format_, keys, facts in _named(tree, metadata, result.problems, taken):
+    for name, format_, keys, facts in _named(tree, metadata, result.problems, owners):
         problem = ""
-        if shared := [key for key in keys.values() if taken.setdefault(key, name) != name]:
+        if shared := [key for key in keys.values() if owners.setdefault(key, name) != name]:
             problem = f"{shared[0]} belongs to two weights"
         elif name in tree and name not in keys.values():
             problem = f"both {name} and {keys['codes']} are present"
@@ -477,7 +477,7 @@ def find_quantized(tree: Mapping[Any, Any], config: Mapping[str, Any], metadata:
     for key, value in tree.items():
         if isinstance(value, Composite) and "quantized" in value.kind:
             result.problems.append(f"{key!s} is a {value.kind} tensor")
-        if type(key) is not str or key in taken or not isinstance(value, TensorEntry):
+        if type(key) is not str or key in owners or not isinstance(value, TensorEntry):
             continue
         begins = (key[: end.start()] in names for end in re.finditer("[._]", key[:1000]))
         module = key.rpartition(".")[0]
@@ -508,9 +508,9 @@ Named = tuple[str, QuantizedFormat, dict[str, str], Scheme | None]
 
 
 def _named(
-    tree: Mapping[Any, Any], metadata: Mapping[str, Any], problems: list[str], taken: dict[str, str]
+    tree: Mapping[Any, Any], metadata: Mapping[str, Any], problems: list[str], owners: dict[str, str]
 ) -> Iterator[Named]:
-    """The weights that names identify. taken: receives the keys of weights that lack a part."""
+    """The weights that names identify. owners: receives the keys of weights that lack a part."""
     for key in tree:
         if type(key) is not str or not key.endswith(_MARKERS):
             continue
@@ -523,7 +523,7 @@ def _named(
             if format_.weak:
                 continue  # of something else, unless there are quantized weights
             problems.append(f"{key} is present, {missing[0]} is missing")
-            taken |= dict.fromkeys(keys.values(), "")
+            owners |= dict.fromkeys(keys.values(), "")
         else:
             yield base + format_.weight, format_, keys, None
     for name in parsed(metadata.get("tensor_names"), list):
@@ -543,7 +543,7 @@ def _named(
         else:
             what = str(kind)[:60]
             problems.append(f"{name} is torchao's {what}, or parts of one, of an unknown layout")
-            taken |= dict.fromkeys(keys.values(), "")
+            owners |= dict.fromkeys(keys.values(), "")
 
 
 def _present(tree: Mapping[Any, Any], keys: dict[str, str]) -> dict[str, str]:

@@ -92,24 +92,24 @@ def is_optimizer(node: Any) -> bool:
 def find_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
     """The parts of a checkpoint, in order: model roots and optimizers at any depth, and their siblings on the way."""
     tree = checkpoint.tree
-    special = {root.path: root for root in _special(tree, checkpoint.base)}
-    for root in [root for root in special.values() if root.is_model and root.module is None]:
+    by_path = {root.path: root for root in _roots(tree, checkpoint.base)}
+    for root in [root for root in by_path.values() if root.is_model and root.module is None]:
         beside = ((*root.path, key) for key, value in root.node.items() if is_beside(key, value))
-        special |= {
-            path: StateDict(path, root.node[path[-1]], PLAIN, base=root.base) for path in beside if path not in special
+        by_path |= {
+            path: StateDict(path, root.node[path[-1]], PLAIN, base=root.base) for path in beside if path not in by_path
         }
-    if () in special or not isinstance(tree, (dict, list, tuple, Object)) or not (special or isinstance(tree, dict)):
-        return list(special.values()) or [StateDict((), tree, PLAIN, base=checkpoint.base)]
-    above = {path[:length] for path in special for length in range(len(path))} | {()}
+    if () in by_path or not isinstance(tree, (dict, list, tuple, Object)) or not (by_path or isinstance(tree, dict)):
+        return list(by_path.values()) or [StateDict((), tree, PLAIN, base=checkpoint.base)]
+    ancestors = {path[:length] for path in by_path for length in range(len(path))} | {()}
     roots: list[StateDict] = []
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
         path, node = stack.pop()
-        if path in above and path not in special:
-            below = node.items() if isinstance(node, dict) else children(node)
-            stack += reversed([((*path, key), value) for key, value in below])
+        if path in ancestors and path not in by_path:
+            parts = node.items() if isinstance(node, dict) else children(node)
+            stack += reversed([((*path, key), value) for key, value in parts])
         else:
-            roots.append(special.get(path) or StateDict(path, node, PLAIN, base=checkpoint.base))
+            roots.append(by_path.get(path) or StateDict(path, node, PLAIN, base=checkpoint.base))
     return roots
 
 
@@ -119,7 +119,7 @@ def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[St
     Raises `UsageError` if there is none, if the part is not a dictionary, or if one is a whole module, which has no
     keys to change.
     """
-    roots = [root for root in _special(checkpoint.tree, checkpoint.base) if root.is_model]
+    roots = [root for root in _roots(checkpoint.tree, checkpoint.base) if root.is_model]
     roots = roots or _weights(checkpoint, "" if named else None)
     roots = [root for root in roots if root.module is None] or roots  # whole modules beside stay as they are
     if modules := [root for root in roots if root.module is not None]:
@@ -144,7 +144,7 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
             is_tensor = isinstance(node, (TensorEntry, Composite))
             raise UsageError(what, f"It is {'a tensor' if is_tensor else f'of type {type(node).__name__}'}.")
         return [replace(root, base=checkpoint.base)]
-    roots = [root for root in _special(checkpoint.tree, checkpoint.base) if root.is_model]
+    roots = [root for root in _roots(checkpoint.tree, checkpoint.base) if root.is_model]
     array_roots = [] if roots else array_state_dicts(checkpoint.tree)
     if not roots and not (arrays and array_roots):
         where, file = str(checkpoint.source or "the checkpoint"), input_of(checkpoint.source)
@@ -193,7 +193,7 @@ def array_state_dicts(tree: Any) -> list[StateDict]:
 
     Those that look like weights, if any do.
     """
-    roots = [root for root in _special(tree, arrays=True) if root.arrays is not None]
+    roots = [root for root in _roots(tree, arrays=True) if root.arrays is not None]
     return [root for root in roots if _looks_like_weights(root.path, root.node)] or roots
 
 
@@ -232,7 +232,7 @@ def kinds_of(roots: Iterable[StateDict]) -> list[str]:
 _AVERAGED_BY_LIGHTNING = ("state_dict", "current_model_state", "averaging_state")
 
 
-def _special(tree: Any, base: Path = (), *, arrays: bool = False) -> Iterator[StateDict]:
+def _roots(tree: Any, base: Path = (), *, arrays: bool = False) -> Iterator[StateDict]:
     """Model roots and optimizers, outermost first; their inside is not searched. base: the path to the tree.  arrays:
     also dictionaries of numpy arrays, whose inside is searched."""
     averaged = isinstance(tree, dict) and all(key in tree for key in _AVERAGED_BY_LIGHTNING)
@@ -300,7 +300,7 @@ def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
 
 
 def is_beside(key: Any, value: Any) -> bool:
-    """True for an entry among weights that belongs to the training, by its name: torchtitan's `train_state`."""
+    """True for an entry among weights whose name says that it belongs to the training: torchtitan's `train_state`."""
     if not isinstance(value, (dict, list, tuple)) or type(key) is not str or "." in key:
         return False
     return is_optimizer(value) or bool(_OTHER_WORDS.search(key) or _TRAINING_STATE.fullmatch(key))
@@ -363,7 +363,7 @@ def optimizer_detail(node: Any) -> str:
 
 def optimizers(tree: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Every optimizer's state dict in a tree, with its path."""
-    for root in _special(tree):
+    for root in _roots(tree):
         if root.kind == OPTIMIZER:
             yield root.path, root.node
 
@@ -417,9 +417,9 @@ def paired(names: Iterable[str], wanted: Iterable[str], fix: Callable[[str], str
     names = dict.fromkeys(names)
     wanted = dict.fromkeys(wanted)
     pairs = {name: name for name in wanted if name in names}
-    bare = [(without_wrappers(name), name) for name in wanted if name not in pairs]
-    counts = Counter(short for short, _ in bare)
-    targets = {short: name for short, name in bare if counts[short] == 1}
+    short_names = [(without_wrappers(name), name) for name in wanted if name not in pairs]
+    counts = Counter(short for short, _ in short_names)
+    targets = {short: name for short, name in short_names if counts[short] == 1}
     for name in names if targets else ():
         if name in wanted or (target := targets.get(without_wrappers(name))) is None:
             continue
@@ -431,12 +431,12 @@ def paired(names: Iterable[str], wanted: Iterable[str], fix: Callable[[str], str
     return pairs
 
 
-def of_positions(name: str, have: Sequence[int] | None, want: Sequence[int] | None) -> str:
+def of_positions(name: str, old: Sequence[int] | None, new: Sequence[int] | None) -> str:
     """How `--resize` computes a square grid's positions for another grid: a ViT at another size. Empty for others."""
-    if "pos" not in name.lower() or not have or not want or min(len(have), len(want)) < 2 or have[-1] != want[-1]:
+    if "pos" not in name.lower() or not old or not new or min(len(old), len(new)) < 2 or old[-1] != new[-1]:
         return ""
     for first in (0, 1, 2):
-        if all(count > first and isqrt(count - first) ** 2 == count - first for count in (have[-2], want[-2])):
+        if all(count > first and isqrt(count - first) ** 2 == count - first for count in (old[-2], new[-2])):
             return f"bicubic(cls={first})" if first else "bicubic"
     return ""
 

@@ -162,7 +162,7 @@ class LayoutRules:
         if not self.old.has and not self.new.has:
             return int(back)
         sides = enumerate(self.sides())
-        matches = [(number, side) for number, (side, turned) in sides if turned >= back and side.is_of(node)]
+        matches = [(number, side) for number, (side, is_new) in sides if is_new >= back and side.is_of(node)]
         if not matches:
             raise self._not_of(node, self.sides()[back][0])
         model = config.get("model_type")
@@ -176,9 +176,9 @@ class LayoutRules:
 
     def rules_for(self, side: int) -> Translation:
         """The rules for weights of a side, by its index in `sides`."""
-        turned = self.sides()[side][1]
-        rules = self.translation.reversed() if turned else self.translation
-        base = (self.new if turned else self.old).base if side > 1 else ""
+        is_new = self.sides()[side][1]
+        rules = self.translation.reversed() if is_new else self.translation
+        base = (self.new if is_new else self.old).base if side > 1 else ""
 
         def bare(name: Name) -> Name:  # names that do not begin with the base are as they were
             return replace(parse_name(name.text.removeprefix(base)), digits=name.digits)
@@ -201,7 +201,7 @@ class LayoutRules:
     def sides(self) -> list[tuple[LayoutSide, bool]]:
         """The old side, the new one, and those with a base also without it; True for those of the new."""
         with_base = [(self.old, False), (self.new, True)]
-        return with_base + [(side.bare(), turned) for side, turned in with_base if side.base]
+        return with_base + [(side.bare(), is_new) for side, is_new in with_base if side.base]
 
     def _not_of(self, node: Mapping[Any, Any], side: LayoutSide) -> CkptoolError:
         """The error for weights of another layout, or of this one below a wrapper."""
@@ -215,8 +215,8 @@ class LayoutRules:
         lacking = next((text for text in side.has if not _holds(text, node)), "")
         without = f": there is no {lacking}" if lacking else ""
         what = f"the weights do not have the layout {self.name}{without}"
-        have = (f"{each.name} weights have {listed(each.has, 4)}" for each in (self.old, self.new))
-        return NoMatch(what, f"{'; '.join(have)}. Nothing was written.")
+        sentences = (f"{each.name} weights have {listed(each.has, 4)}" for each in (self.old, self.new))
+        return NoMatch(what, f"{'; '.join(sentences)}. Nothing was written.")
 
 
 def read_layout(path: str) -> LayoutRules:
@@ -309,15 +309,15 @@ def layout_or_file(name: str | os.PathLike[str]) -> LayoutRules:
 def layouts_of(node: Mapping[Any, Any]) -> list[tuple[LayoutRules, bool]]:
     """The layouts whose names a set of weights has, and whether it is the new side of each."""
     layouts = map(shipped_layout, shipped())
-    return [(layout, turned) for layout in layouts for side, turned in layout.sides() if side.is_of(node)]
+    return [(layout, is_new) for layout in layouts for side, is_new in layout.sides() if side.is_of(node)]
 
 
 def translation_to(weights: Mapping[Any, Any], model: Mapping[str, Any]) -> tuple[str, Command] | None:
-    """The command that makes weights of one side of a layout those of a model of the other, and why; None where there
-    is no such layout.  model: its names, of whatever has a shape."""
-    for layout, turned in layouts_of(weights):
-        if any(side.is_of(model) for side, other in layout.sides() if turned != other):
-            names = (layout.new.name, layout.old.name) if turned else (layout.old.name, layout.new.name)
+    """The command that turns weights of one side of a layout into those of a model of the other, and why; None if there
+    is no such layout.  model: its names, with whatever has a shape."""
+    for layout, is_new in layouts_of(weights):
+        if any(side.is_of(model) for side, other in layout.sides() if is_new != other):
+            names = (layout.new.name, layout.old.name) if is_new else (layout.old.name, layout.new.name)
             why = f"names and shapes are those of {names[0]}, and the model has those of {names[1]} ({layout.title})"
             return why, command("translate", FILE, rules_file=layout.name, out=OUT)
     return None

@@ -1,6 +1,6 @@
 """Names in rules: text with variables, as the pattern of a side that is matched and as the template of the other.
 
-`*` stands for anything, dots included; `{name}` for something without a dot; `{n+1}` is arithmetic, of digits;
+`*` stands for anything, dots included; `{name}` for something without a dot; `{n+1}` is arithmetic on digits;
 `{q,k,v}` is several names, one for each. `\\*`, `\\{`, `\\,` and `\\:` are those characters. `re:` begins a regular
 expression.
 
@@ -119,8 +119,8 @@ def _wrong(node: ast.AST, functions: tuple[str, ...]) -> str:
 def _dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Name):
         return node.id
-    if isinstance(node, ast.Attribute) and (before := _dotted(node.value)):
-        return f"{before}.{node.attr}"
+    if isinstance(node, ast.Attribute) and (prefix := _dotted(node.value)):
+        return f"{prefix}.{node.attr}"
     return ""
 
 
@@ -173,10 +173,10 @@ def solved(expression: Arithmetic, result: int, unknown: str, lookup: Lookup) ->
         return expression.value(lambda name: number if name == unknown else lookup(name))
 
     try:
-        begin, slope = at(0), at(1) - at(0)
-        if not slope or (result - begin) % slope:
+        intercept, slope = at(0), at(1) - at(0)
+        if not slope or (result - intercept) % slope:
             return None
-        number = (result - begin) // slope
+        number = (result - intercept) // slope
         return number if number >= 0 and at(number) == result else None
     except Unbound:
         raise
@@ -283,11 +283,11 @@ class Name:
             return {"": key}
         if not self.sums:
             return match.groupdict()
-        ways = list(self._solutions(match, lookup, ranges))
-        if len(ways) > 1:
-            what = f"{key} is {self.text} in {counted(len(ways), 'way')}"
+        solutions = list(self._solutions(match, lookup, ranges))
+        if len(solutions) > 1:
+            what = f"{key} is {self.text} in {counted(len(solutions), 'way')}"
             raise UsageError(what, "The rules have to give the ranges of its variables: `ranges`.")
-        return ways[0] if ways else None
+        return solutions[0] if solutions else None
 
     def _solutions(self, match: re.Match[str], lookup: Lookup, ranges: Mapping[str, int]) -> Iterator[dict[str, str]]:
         """The ways to bind the unknown names in its sums so that these have the numbers in a match."""
@@ -295,13 +295,13 @@ class Name:
         sums = [(sum_, int(match[f"e{number}"])) for number, sum_ in enumerate(self.sums)]
         names = dict.fromkeys(name for sum_ in self.sums for name in sorted(sum_.names))
         unknown = [name for name in names if f"v_{name}" not in groups and lookup(name) is None]
-        tried = [name for name in unknown if name in ranges]
-        if (ways := prod(ranges[name] for name in tried)) > MAX_WAYS:
+        ranged = [name for name in unknown if name in ranges]
+        if (ways := prod(ranges[name] for name in ranged)) > MAX_WAYS:
             what = f"{counted(ways, 'way')} to solve {self.sums[0].text}"
             raise UsageError(what, f"At most {MAX_WAYS:,} are tried: no model has that many blocks.")
-        for values in product(*(range(ranges[name]) for name in tried)):
+        for values in product(*(range(ranges[name]) for name in ranged)):
             numbers = {group[2:]: int(text) for group, text in groups.items() if group[2:] in names}
-            numbers |= zip(tried, values, strict=True)
+            numbers |= zip(ranged, values, strict=True)
             number = partial(_number, numbers, lookup)
             for sum_, result in sums * (len(unknown) + 1):  # those without a range, where a sum has only one left
                 unsolved = [name for name in sum_.names if name in unknown and name not in numbers]
@@ -344,7 +344,7 @@ def _number(numbers: Mapping[str, int], lookup: Lookup, name: str) -> int | None
 
 
 def split_names(side: str) -> list[str]:
-    """The names of a side: those between commas, each `{a,b}` in one of its ways."""
+    """The names of a side, which commas separate, with each `{a,b}` written out."""
     if "," not in side:
         return [side.strip()]
     depth, parts = 0, [""]

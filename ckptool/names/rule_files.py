@@ -40,7 +40,7 @@ MAX_RULES = 16 << 20  # bytes of a file of them
 
 
 def rules_tree(path: str, look: str) -> Any:
-    """The tree of a YAML file of rules, with its lines; no object is constructed. look: for errors, such a file.
+    """The tree of a YAML file of rules, with its lines; no object is constructed. look: an example, for errors.
 
     Raises `UsageError` that points at the line, `FileProblem` if the file cannot be read.
     """
@@ -248,7 +248,7 @@ def _join(pattern: str, node: Any, path: str) -> Rule:
     else:
         way = _name(node, path)
     if way not in JOIN_WAYS:
-        raise UsageError(f"{place}: {way!r} is no way of joining", f"There are {listed(list(JOIN_WAYS))}.", JOIN_LOOK)
+        raise UsageError(f"{place}: cannot join by {way!r}", f"There are {listed(list(JOIN_WAYS))}.", JOIN_LOOK)
     needed = JOIN_WAYS[way].numbers
     values = {}
     if getattr(argument, "id", "") == "mapping":

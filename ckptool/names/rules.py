@@ -1,6 +1,6 @@
 """Rules that change tensors: `OLD[, OLD …] => NEW[, NEW …] [: OPERATION [| OPERATION …]]`.
 
-Reversed, the sides are exchanged and the inverse operations come in inverse order. `NAME beside KEY`, behind the new
+Reversed, the sides are exchanged and the inverse operations come in reverse order. `NAME beside KEY`, after the new
 names, chooses among several rules on the way back: the first whose KEY is present.
 
 `KINDS` has all operations, most with an inverse; `transforms/translate/apply.py` carries them out. `JOIN_WAYS` has
@@ -36,7 +36,7 @@ class Operation:
     """One operation of a rule: `split 0 [h, kv]`, with its numbers and its lists of numbers.
 
     over: the variable whose numbers it stacks or unstacks.  like: a name, for the `width` of a join.
-    parts: of how many names, where that counts.  of: the size that the dimension has before it, with which it can be
+    parts: how many names it gives, where that counts.  of: the size of the dimension before it, by which it can be
     undone.
     """
 
@@ -244,7 +244,7 @@ class Rule:
 
     @cached_property
     def over(self) -> frozenset[str]:
-        """The variables of the old names whose numbers become one tensor."""
+        """The variables of the old names over which tensors become one."""
         return frozenset(op.over for op in self.chain if op.over and op.name == "stack")
 
     def reversed(self) -> Rule:
@@ -263,7 +263,7 @@ class Rule:
 
     @property
     def origin(self) -> tuple[str, str]:
-        """The same for the rules that one text stands for."""
+        """Equal for all rules that one text stands for."""
         return self.place, self.text
 
     @property
@@ -272,7 +272,7 @@ class Rule:
         return f"{self.place}: {rule}" if self.place else rule
 
     def within(self, error: CkptoolError, keys: Sequence[str] = ()) -> CkptoolError:
-        """An error that came up while the rule was applied to keys, which then points at it."""
+        """The error from applying the rule to keys, made to point at the rule."""
         if error.what.startswith(self._where):
             return error
         of = f" for {listed(keys, 2)}" if keys else ""
@@ -342,9 +342,9 @@ def parse_rules(text: str, place: str = "") -> list[Rule]:
 
     Raises `UsageError`, with its place, for a rule that cannot work.
     """
-    before, *chain = _CHAIN.split(text.strip(), maxsplit=1)
-    before, *beside = _BESIDE.split(before, maxsplit=1)
-    sides = _ARROW.split(before)
+    names, *chain = _CHAIN.split(text.strip(), maxsplit=1)
+    names, *beside = _BESIDE.split(names, maxsplit=1)
+    sides = _ARROW.split(names)
     if len(sides) != 2 or not all(sides):
         cut = not place and text.rstrip().endswith("=")
         raise UsageError(
@@ -411,7 +411,7 @@ def checked(rule: Rule) -> Rule:
 
 
 def refuse_idle(idle: Iterable[Rule], matches: str, why: str, keys: Iterable[str] = ()) -> None:
-    """Raises `NoMatch` for the first of these rules. keys: those that there are, some of which it may be meant for."""
+    """Raises `NoMatch` for the first of these rules. keys: all keys, some of which the rule may be meant for."""
     for rule in idle:
         what = f"the rule {rule.text!r}{f' ({rule.place})' if rule.place else ''} matches {matches}"
         old, arrow, new = (part.strip() for part in rule.text.partition("=>"))

@@ -23,8 +23,8 @@ Number = Callable[[Arithmetic], int]
 @dataclass(slots=True)
 class Scope:
     """Names and their numbers for one set of weights. given: by `--set`.  variables: of the rules, each of which is
-    computed of the configuration, of the shapes (`size('NAME', AXIS)`), of how many keys there are
-    (`count('NAME.{n}.*')`), and of the variables before it.
+    computed from the configuration, the shapes (`size('NAME', AXIS)`), how many keys there are
+    (`count('NAME.{n}.*')`), and the variables before it.
     """
 
     given: Mapping[str, int]
@@ -38,7 +38,7 @@ class Scope:
         for name, expression in self.variables.items():
             try:
                 self._found[name] = expression.value(self.lookup, self.functions)
-            except Unbound as error:  # of what the variable is computed of: the variable itself can be set
+            except Unbound as error:  # a name that the variable is computed from: the variable itself can be set
                 self._found[name] = error if error.of_rules else unbound(name, expression.text, error.name)
             except UsageError as error:
                 self._found[name] = error
@@ -90,7 +90,7 @@ class Scope:
         return lambda expression: expression.value(lookup)
 
     def refuse_unused(self, names: Collection[str]) -> None:
-        """Raises `UsageError` for what was set and no rule names. known: the names in the rules."""
+        """Raises `UsageError` for a name that was set and is in no rule. names: those in the rules."""
         if idle := [name for name in self.given if name not in names]:
             what = f"{arg(set=idle[0])}: no rule has a variable of that name"
             raise UsageError(what, f"The rules have {listed(sorted(names)) or 'none'}.")
@@ -138,11 +138,11 @@ def steps_of(
     scope: Scope | None = None,
     *,
     ranges: Mapping[str, int] = {},
-    there: Collection[object] = (),
+    all_names: Collection[object] = (),
 ) -> tuple[list[Step], list[str]]:
     """The steps for some names, each taken by the first rule that matches it, and the names that no rule takes.
 
-    scope, ranges: of the numbers in names.  there: all names, as some rules want another one beside theirs.
+    scope, ranges: of the numbers in names.  all_names: as some rules want another name beside theirs.
     Raises `Conflict` for a step that lacks one of its names, `UsageError`, which points at the rule, where one has two.
     """
     scope = scope or Scope({}, {}, {}, {})
@@ -154,17 +154,17 @@ def steps_of(
                 continue
             try:
                 groups = rule.old[number].match(key, scope.lookup, ranges)
-                if groups is None or (rule.beside[0] and rule.beside[0].fill(groups, scope.lookup) not in there):
+                if groups is None or (rule.beside[0] and rule.beside[0].fill(groups, scope.lookup) not in all_names):
                     continue
             except UsageError as error:
                 raise rule.within(error) from None
             overs = tuple((name, int(groups[f"v_{name}"])) for name in sorted(rule.over)) if rule.over else ()
             if overs:
                 groups = {group: text for group, text in groups.items() if group[2:] not in rule.over}
-            place = (id(rule), *sorted(groups.items()))
-            if place not in steps:
-                steps[place] = Step(rule, groups, {})
-            keys = steps[place].inputs.setdefault(overs, [None] * len(rule.old))
+            step_key = (id(rule), *sorted(groups.items()))
+            if step_key not in steps:
+                steps[step_key] = Step(rule, groups, {})
+            keys = steps[step_key].inputs.setdefault(overs, [None] * len(rule.old))
             if keys[number] is not None:
                 what = f"{keys[number]} and {key} are both {rule.old[number].text}"
                 raise rule.error(what, "The rule takes only one.")

@@ -43,8 +43,8 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool, sweep: bool
 
         check_upload(path, overwrite=overwrite)
         return path
-    if elsewhere := refused_place(path, writing=True):
-        raise elsewhere
+    if problem := refused_place(path, writing=True):
+        raise problem
     real = os.path.realpath(path) if os.path.islink(path) else path
     try:
         mode = os.stat(real).st_mode
@@ -138,8 +138,8 @@ def settle(fd: int) -> None:
 
 def make_folder(path: str) -> None:
     """Makes a folder and those above it, so that their names survive a power cut. Raises `FileProblem`."""
-    if elsewhere := refused_place(path, writing=True):
-        raise elsewhere
+    if problem := refused_place(path, writing=True):
+        raise problem
     missing, place = [], absolute(path)
     while not os.path.lexists(place):
         missing.append(place)

@@ -2,7 +2,7 @@
 instant.
 
 1. Stretch the file: copies of the old end records (`Plan.guard`) at every `guard_every` bytes and behind the new end;
-   sync. Whatever of this is done when the process dies, the last end records in the file are the old ones.
+   sync. However far this has come when the process dies, the last end records in the file are the old ones.
 2. Write the new records into the stretch, before the last copy; sync. Still nobody sees them.
 3. Cut off the last copy. The new end records are now the last: that is the commit. Sync.
 """

@@ -59,8 +59,8 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
         check_upload(path, overwrite=overwrite, names=replaceable)
         return path
     real = _real_path(target)
-    if elsewhere := refused_place(path, writing=True):
-        raise elsewhere
+    if problem := refused_place(path, writing=True):
+        raise problem
     try:
         status = os.stat(real)
         if not stat.S_ISDIR(status.st_mode):
@@ -94,7 +94,7 @@ def _real_path(target: str | os.PathLike[str]) -> str:
 
 
 def _refuse_foreign(shown: str, folder: str, names: Iterable[str], may_go: Callable[[str], Any]) -> None:
-    """Raises `Conflict` for a folder that holds files beside those that may go."""
+    """Raises `Conflict` for a folder that holds other files than those that may go."""
     foreign = [
         name
         for name in sorted(names)

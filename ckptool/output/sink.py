@@ -185,8 +185,8 @@ class Sink:
             return
         self.checked.add(id(storage))
         if isinstance(storage.data, Computed):
-            for below in storage.data.inputs:
-                self._check(below)
+            for source in storage.data.inputs:
+                self._check(source)
         if storage.crc is not None:
             self._sum(storage.data, Crc(expected=storage.crc, name=name_of(storage.data)))
 

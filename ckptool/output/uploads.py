@@ -64,19 +64,19 @@ def check_upload(url: str, *, overwrite: bool, names: Collection[str] = ()) -> t
         except FileNotFoundError as error:
             if error.__cause__ is not None:  # the bucket or the repository is not there, either
                 raise
-        held = fs.ls(place, detail=False) if names and kind == "directory" else [place] * bool(kind)
+        existing = fs.ls(place, detail=False) if names and kind == "directory" else [place] * bool(kind)
         if names and fs.protocol == "hf":  # whose folders hold more than a checkpoint, and change in one step
-            held = [path for path in held if posixpath.basename(path) in names]
+            existing = [path for path in existing if posixpath.basename(path) in names]
     if kind == ("file" if names else "directory") or (not names and posixpath.basename(url) in ("", ".", "..")):
         what, fix = ("file", "Choose another name.") if names else ("folder", "Name a file in it.")
         raise FileProblem(f"cannot write {url}: it is a {what}", "", fix)
-    if held and names and fs.protocol != "hf":
+    if existing and names and fs.protocol != "hf":
         why = "Its files could only be replaced one by one: until the last, they would be a mix of two checkpoints."
-        what = f"the folder {url} already exists, with {counted(len(held), 'file')} in it"
+        what = f"the folder {url} already exists, with {counted(len(existing), 'file')} in it"
         raise OutputExists(what, why, "Choose another name, or remove the folder first.")
-    if held and not overwrite:
+    if existing and not overwrite:
         raise OutputExists(f"{url} already exists", fix=f"Overwrite it: {arg(overwrite=True)}, or choose another name.")
-    return fs, place, bool(held)
+    return fs, place, bool(existing)
 
 
 def upload(

@@ -202,7 +202,7 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         code, offset = list(dis.get_instructions(frame.f_code)), frame.f_lasti
         # `bad += 1` uses what an earlier step left, also where another branch before it sets `bad = 0`.
         pairs = itertools.pairwise(code)
-        stores = [after.argval for each, after in pairs if _IN_PLACE.match(f"{each.opname} {each.argrepr}")]
+        stores = [after.argval for previous, after in pairs if _IN_PLACE.match(f"{previous.opname} {previous.argrepr}")]
         updated = {name[0] if isinstance(name, tuple) else name for name in stores}
         loops = [(instruction.offset, instruction.argval) for instruction in code if instruction.opname == "FOR_ITER"]
         bodies = [(begin, end) for begin, end in reversed(loops) if begin <= offset < end]  # the innermost first
@@ -241,18 +241,18 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
 
 def _holds_weights(value: Any) -> bool:
     """True for a copy of a state dict."""
-    return isinstance(value, dict) and any(isinstance(each, torch.Tensor) for each in value.values())
+    return isinstance(value, dict) and any(isinstance(item, torch.Tensor) for item in value.values())
 
 
 def _parameters_of(objects: Objects) -> dict[str, Any]:
     """What a state is matched by: the names of a module's parameters, the number of an optimizer's groups."""
     groups: dict[str, Any] = {name: len(each.param_groups) for name, each in objects.of(torch.optim.Optimizer).items()}
-    return groups | {name: [key for key, _ in each.named_parameters()] for name, each in objects.modules.items()}
+    return groups | {name: [key for key, _ in module.named_parameters()] for name, module in objects.modules.items()}
 
 
 def _texts(values: list[Any]) -> set[str]:
     """The entries of these values and of their parts in a snapshot, without their kinds."""
-    entries = moving.snapshot({str(at): each for at, each in enumerate(values)})
+    entries = moving.snapshot({str(number): value for number, value in enumerate(values)})
     return {entry.partition(": ")[2] for entry in entries.values()}
 
 

@@ -280,11 +280,11 @@ class Window:
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer of this process has used its gradients."""
-        index = next((at for at, each in enumerate(self._optimizers) if each is optimizer), None)
+        index = next((position for position, candidate in enumerate(self._optimizers) if candidate is optimizer), None)
         if index is None:
             if optimizer not in self._others:
-                own = {id(parameter) for module in self._objects.modules.values() for parameter in module.parameters()}
-                self._others[optimizer] = not own.isdisjoint(_gradients(optimizer))
+                ids = {id(parameter) for module in self._objects.modules.values() for parameter in module.parameters()}
+                self._others[optimizer] = not ids.isdisjoint(_gradients(optimizer))
             settled = _gradients(optimizer) if self._others[optimizer] else {}
         else:
             self._counts[index] += 1
@@ -300,12 +300,12 @@ class Window:
         """The classes of the optimizers that train given parameters, and whose state is in that of no given object."""
         if not any(self._others.values()):
             return []
-        named, groups = self._objects.named.values(), [group for own in self._optimizers for group in own.param_groups]
-        saved = {id(each) for one in named if not isinstance(one, nn.Module) for each in _tensors(one.state_dict())}
+        named, groups = self._objects.named.values(), [group for opt in self._optimizers for group in opt.param_groups]
+        saved = {id(t) for owner in named if not isinstance(owner, nn.Module) for t in _tensors(owner.state_dict())}
         classes = []
-        for optimizer in [each for each, trains in self._others.items() if trains]:
+        for optimizer in [other for other, trains in self._others.items() if trains]:
             state = [id(tensor) for tensor in _tensors(optimizer.state)]
-            is_inner = state or any(group is own for own in groups for group in optimizer.param_groups)
+            is_inner = state or any(group is known for known in groups for group in optimizer.param_groups)
             if not (is_inner and saved.issuperset(state)):
                 classes.append(type(optimizer).__name__)
         return classes
@@ -336,7 +336,7 @@ class Window:
 
     def _gradients(self, *indices: int) -> dict[int, torch.Tensor]:
         """The gradients of these optimizers, by parameter."""
-        return {key: each for index in indices for key, each in _gradients(self._optimizers[index]).items()}
+        return {key: gradient for index in indices for key, gradient in _gradients(self._optimizers[index]).items()}
 
     def _updates(self) -> int:
         """How often the scalers were updated in this process, also after a step that they skipped."""
@@ -354,8 +354,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors of a state."""
     if isinstance(value, torch.Tensor):
         yield value
-    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
-        yield from _tensors(each)
+    for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
+        yield from _tensors(part)
 
 
 def _tell(optimizer: Optimizer, index: int, window: weakref.ref[Window]) -> None:

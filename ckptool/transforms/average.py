@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 
 from ckptool.analysis.diff import diff
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
-from ckptool.checkpoint.arrays import each, fold
+from ckptool.checkpoint.arrays import elementwise, fold
 from ckptool.checkpoint.dtypes import Array, by_name, numbers, rounded, scratch
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numpy_arrays import array_entry
@@ -438,7 +438,7 @@ def average(
             view = tuple(entry.view for entry in sources)
             if view not in results:
                 merged = _Merged(sources, how, first_names[sources[-1].view])
-                results[view] = each(merged.piece, *sources, dtype=value.dtype)
+                results[view] = elementwise(merged.piece, *sources, dtype=value.dtype)
             entry = results[view]
             if is_part:
                 entry = replace(entry, shape=value.shape, stride=value.stride, offset=value.offset - sources[-1].offset)

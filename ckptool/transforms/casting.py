@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Storage, TensorEntry
-from ckptool.checkpoint.arrays import each, fold
+from ckptool.checkpoint.arrays import elementwise, fold
 from ckptool.checkpoint.dtypes import Array, DType, dtype_of, numbers, rounded, scratch
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.strided import apart
@@ -54,7 +54,7 @@ def cast_storage(storage: Storage, source: DType, target: DType, tally: CastTall
     if source is target:
         return storage
     flat = TensorEntry(storage, source, (storage.nbytes // source.itemsize,), (1,))
-    return each(_Converted(source, target, tally), flat, dtype=target).storage
+    return elementwise(_Converted(source, target, tally), flat, dtype=target).storage
 
 
 class _Converted:
@@ -177,7 +177,7 @@ def converted(entry: TensorEntry, new: DType, tally: CastTally | None = None) ->
         return entry
     if entry.dtype.is_float and new.is_float:
         return recast(compact(entry), new, tally)
-    result = each(_Converted(entry.dtype, new, tally), compact(entry).with_flags(NO_FLAGS), dtype=new)
+    result = elementwise(_Converted(entry.dtype, new, tally), compact(entry).with_flags(NO_FLAGS), dtype=new)
     return result.with_flags(entry.flags)
 
 

@@ -20,7 +20,7 @@ from math import prod
 from typing import Annotated, Any, Literal
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import TensorValues, computed_rows, each
+from ckptool.checkpoint.arrays import TensorValues, computed_rows, elementwise
 from ckptool.checkpoint.dtypes import Array, numbers
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.tree import rebuild
@@ -151,7 +151,7 @@ def _pruned(weight: str, orig: TensorEntry, mask: TensorEntry) -> TensorEntry:
         values: Array = numbers(block, orig.dtype) * numbers(mask_block, mask.dtype)
         return values
 
-    return each(product, mask, orig, dtype=orig.dtype).with_flags(orig.flags._replace(conj=False, neg=False))
+    return elementwise(product, mask, orig, dtype=orig.dtype).with_flags(orig.flags._replace(conj=False, neg=False))
 
 
 def _refuse_types(factor: TensorEntry, entry: TensorEntry) -> None:

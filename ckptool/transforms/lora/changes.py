@@ -17,7 +17,7 @@ from dataclasses import replace
 from math import prod
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, each
+from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, elementwise
 from ckptool.checkpoint.dtypes import Array, by_name, numbers, through
 from ckptool.conventions.adapter_keys import BIAS, LOHA, LOKR, LORA
 from ckptool.errors import Conflict
@@ -155,7 +155,7 @@ def as_type(entry: TensorEntry, target: TensorEntry) -> TensorEntry:
     """A tensor in the type of another, with its flags."""
     if entry.dtype is target.dtype:
         return like(target, entry)
-    return like(target, each(lambda _, raw: numbers(raw, entry.dtype), entry, dtype=target.dtype))
+    return like(target, elementwise(lambda _, raw: numbers(raw, entry.dtype), entry, dtype=target.dtype))
 
 
 def like(weight: TensorEntry, entry: TensorEntry) -> TensorEntry:

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import each, resolved
+from ckptool.checkpoint.arrays import elementwise, resolved
 from ckptool.checkpoint.compare import same_bytes
 from ckptool.checkpoint.dtypes import numbers
 from ckptool.checkpoint.strided import apart
@@ -166,7 +166,7 @@ def plan_steps(
         unfilled = []
     left_out = {*tied, *unfilled}
     drop_steps, keys = steps_of(translation.drop, (key for key in node if type(key) is str and key not in left_out))
-    steps, kept = steps_of(translation.rules, keys, scope, ranges=scope.ranges(translation.ranges), there=node)
+    steps, kept = steps_of(translation.rules, keys, scope, ranges=scope.ranges(translation.ranges), all_names=node)
     dropped = [*tied, *(key for step in drop_steps for key in step.keys)]
     return TranslatedRoot(translation, scope, steps, kept, dropped, tied, unfilled)
 
@@ -378,7 +378,7 @@ class _Use:
         by = self._number(0)
         if not by:
             return tensor
-        return each(lambda _, raw: numbers(raw, tensor.dtype) + by, tensor, dtype=tensor.dtype)
+        return elementwise(lambda _, raw: numbers(raw, tensor.dtype) + by, tensor, dtype=tensor.dtype)
 
     interleave = deinterleave = weave
     unrope = rope
