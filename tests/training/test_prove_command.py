@@ -5,23 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace as Namespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
 import ckptool
 import ckptool.training.prove as module
 from ckptool.errors import RunFailed, UsageError
-from ckptool.training import moving, rng
-from ckptool.training.prove import tracer
 from ckptool.training.prove.trace import NOT_RESTORED, Divergence, Life, Reference, TracedStep
 from ckptool.training.prove.tracer import Tracer
 from ckptool.training.reports import Proof
@@ -425,90 +420,3 @@ def test_a_line_that_a_kill_cut_off_does_not_count(tmp_path: Path) -> None:
     found = Life(str(tmp_path))
     found.read(REFERENCE)
     assert [each.found for each in found.steps] == [{"a": "x: 1", "c": "x: 3"}, {"a": "x: 1", "b": "x: 2"}]
-
-
-# The tracer, in this process ------------------------------------------------------------------------------------------
-
-
-def test_variables_are_looked_at_as_often_as_the_time_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first run; also where a checkpoint was written. In another one where it has the same weights."""
-    now = iter(range(1000))
-    monkeypatch.setattr(tracer, "time", Namespace(monotonic=lambda: float(next(now))))
-
-    def looked(walked: list[str] | None, costs: float) -> list[int]:
-        (tmp_path / "plan.json").write_text(json.dumps({"walked": walked}))
-        tool, places = Tracer(str(tmp_path)), []
-        for tool.count in range(40):
-            if tool.is_due(str(tool.count), tool.count == 30, 7):
-                places.append(tool.count)
-                tool.names[7], tool.spent = "optimizer", tool.spent + costs
-        return places
-
-    assert looked(None, costs=0.0) == [*range(40)]
-    first = looked(None, costs=2.0)
-    assert first[0] == 0 and 30 in first and len(first) < 8, first
-    assert looked(["3", "30"], costs=0.0) == [0, 3, 30]
-
-
-class Sampler:
-    def __init__(self) -> None:
-        self.order, self.rng, self.array = [3, 1, 2], random.Random(4), numpy.arange(3.0)
-
-
-def parts() -> dict[str, Any]:
-    """One object of each kind that can be put back, in the state of its beginning."""
-    torch.manual_seed(0)
-    model, average = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    return {
-        "model": model,
-        "average": average,
-        "optimizer": optimizer,
-        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
-        "noise": torch.Generator().manual_seed(1),
-        "dice": numpy.random.default_rng(2),
-        "sampler": Sampler(),
-        "batch": (torch.ones(2, 2), torch.zeros(2)),
-    }
-
-
-def moved(made: dict[str, Any]) -> None:
-    """Lets all of them move, and the global generators."""
-    made["model"](torch.rand(2, 2)).sum().backward()
-    made["optimizer"].step()
-    made["scheduler"].step()
-    made["average"].weight.data.add_(1)
-    torch.rand(1, generator=made["noise"]), made["dice"].random(), made["sampler"].rng.random()
-    random.random(), numpy.random.random()
-    made["sampler"].order = made["sampler"].order[1:] + made["sampler"].order[:1]
-    made["sampler"].array += 1
-    made["batch"][0].add_(1)
-
-
-def test_all_that_is_kept_can_be_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it finds after that is what it found before, but for the weights, which a checkpoint has."""
-    shutil.copy(Path(moving.__file__), tmp_path)
-    shutil.copy(Path(rng.__file__), tmp_path)
-    monkeypatch.setattr(tracer, "FOLDER", str(tmp_path))
-    made, tool = parts(), Tracer(str(tmp_path))
-    tool.moving, tool.rng = tracer.beside("moving"), tracer.beside("rng")
-    monkeypatch.setattr(Tracer, "roots", lambda self: made)
-    moved(made)
-
-    def facts() -> dict[str, Any]:
-        return tool.walk()[0] | tool.facts(made["optimizer"])
-
-    torch.save({"values": tool.values()}, tmp_path / "values")
-    before = facts()
-    moved(made)
-    changed = {name: entry for name, entry in tool.walk()[0].items() if entry != before[name]}
-    assert {"average", "scheduler", "noise", "dice", "sampler.rng", "sampler.order", "sampler.array", "batch[0]"} <= {
-        *changed
-    }
-    keys = [f"{tool.moving.kind_of(entry)}:{name}" for name, entry in changed.items()]
-    keys += ["optimizer:optimizer", "lr:", "random:torch", "random:numpy", "random:python"]
-    plan = {"put": keys, "values": str(tmp_path / "values")}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    tool.put_back(tool.stored()["values"])
-    left = {name for name, entry in facts().items() if entry != before[name]}
-    assert left == {"weights"}
