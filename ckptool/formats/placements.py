@@ -265,7 +265,7 @@ class RankFile:
             files = counted(self.world, "rank")
             what = f"{self.path}: {name} is on a mesh with a rank {max(ranks):,}; there are files of {files}"
             why = "Files of ranks are missing, or this one is from another run."
-            raise Conflict(what, why, "Copy the files of all ranks, of one run.")
+            raise Conflict(what, why, "Copy the files of all ranks from one run.")
         if self.rank not in ranks or facts.get("_rank", self.rank) != self.rank:
             raise another_run(self.path, f"{name} was saved by rank {brief(facts.get('_rank'))} of its mesh")
         axes = row_major_axes(grid.shape) if isinstance(grid, TensorEntry) else _layout_axes(facts.get("_layout"))

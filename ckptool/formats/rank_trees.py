@@ -170,7 +170,7 @@ class _SideBySide:
         where = [file.where for file, value in zip(files, values, strict=True) if not alike(first, value, equal=_same)]
         if where:
             if any(distributed(node) for value in values for node in visit(value)):
-                what = "holds sharded tensors, but is not of one kind on all ranks"
+                what = "holds sharded tensors, but not of one kind on all ranks"
                 raise another_run(self.where, f"{name} {what}")
             if path and path[-1] in _STEPS and all(type(value) in (int, float) for value in values):
                 what = f"{name} is {first!r} by {files[0].where}, and another step by {where[0]}"

@@ -165,7 +165,7 @@ def _no_constant(text: str) -> Any:
 
 def _integer(text: str) -> int:
     if text == "-0":  # an integer to Python, and none to Rust
-        raise ValueError("-0 is no integer")
+        raise ValueError("-0 is not an integer")
     return int(text)
 
 

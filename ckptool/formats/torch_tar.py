@@ -158,7 +158,7 @@ class _Tables:
                 case (key, str() | bytes() as location, Global() as kind):
                     _, dtype = storage_class(kind)
                 case _:
-                    raise Corrupt(f"{what} is no storage", _DAMAGED)
+                    raise Corrupt(f"{what} is not a storage", _DAMAGED)
             if dtype is None:
                 raise Unsupported(f"{what} has the unknown type {kind}", "The size of its elements is unknown.")
             (count,) = reader.integers(1, what)
@@ -197,13 +197,13 @@ class _Tables:
                         shape, stride = (0,), (1,)  # what had no dimensions was empty then
                     tensor = BUILDERS[_REBUILD]((ref, offset, shape, stride))
             if not isinstance(tensor, TensorEntry):
-                raise Corrupt(f"{what} is no tensor, or a view of a storage that is not in the file", _DAMAGED)
+                raise Corrupt(f"{what} is not a tensor, or views a storage that is not in the file", _DAMAGED)
             self._add(key, tensor)
         self.trailing += reader.rest
 
     def _add(self, key: Any, value: StorageRef | StorageView | TensorEntry) -> None:
         if not isinstance(key, (int, str)) or key in self.values:
-            raise Corrupt(f"{brief(key, 80)} is no key, or is given twice", "Readers would disagree about it.")
+            raise Corrupt(f"{brief(key, 80)} is not a key, or appears twice", "Readers would disagree about it.")
         self.values[key] = value
 
 

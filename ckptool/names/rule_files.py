@@ -248,7 +248,7 @@ def _join(pattern: str, node: Any, path: str) -> Rule:
     else:
         way = _name(node, path)
     if way not in JOIN_WAYS:
-        raise UsageError(f"{place}: {way!r} is no way of joining", f"There are {listed(list(JOIN_WAYS))}.", JOIN_LOOK)
+        raise UsageError(f"{place}: cannot join by {way!r}", f"There are {listed(list(JOIN_WAYS))}.", JOIN_LOOK)
     needed = JOIN_WAYS[way].numbers
     values = {}
     if getattr(argument, "id", "") == "mapping":

@@ -300,10 +300,7 @@ class Window:
         """The classes of the optimizers that train given parameters, and whose state is in that of no given object."""
         if not any(self._others.values()):
             return []
-        named, groups = (
-            self._objects.named.values(),
-            [group for each in self._optimizers for group in each.param_groups],
-        )
+        named, groups = self._objects.named.values(), [group for opt in self._optimizers for group in opt.param_groups]
         saved = {id(t) for owner in named if not isinstance(owner, nn.Module) for t in _tensors(owner.state_dict())}
         classes = []
         for optimizer in [other for other, trains in self._others.items() if trains]:

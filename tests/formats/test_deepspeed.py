@@ -361,7 +361,7 @@ MIXED: dict[str, tuple[int, Change, type[CkptoolError], str]] = {
     "a rank's module that is none": (3, states(lambda s: s.update(module=torch.ones(3)), 1), Corrupt,
         "rank_1_mp_rank_00_model_states.pt has no `module`"),
     "AutoEP": (2, states(lambda s: s.update(ds_autoep_layers=[{}]), 0), Unsupported, "AutoEP"),
-    "experts under other names": (2, share(_experts), Unsupported, "is no expert of deepspeed.moe"),
+    "experts under other names": (2, share(_experts), Unsupported, "is not an expert of deepspeed.moe"),
     "no expert of two": (2, states(lambda s: s.update(num_experts=[2])), Corrupt, "0 of 2 experts in layer 0"),
 }  # fmt: skip
 

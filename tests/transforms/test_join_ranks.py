@@ -182,7 +182,7 @@ SENSELESS = [
     ("join: [a]", "line 1: not a mapping"),
     ("[1]", "line 1: not a mapping"),
     ("", "not a mapping"),
-    ("join:\n  a: col", "line 2: 'col' is no way of joining"),
+    ("join:\n  a: col", "line 2: cannot join by 'col'"),
     ("join:\n  a: row\n  a: column", "line 3: 'a' appears twice"),
     ("joins: {}", "line 1: 'joins' is none of join, layers"),
     ("join: {a: vocab}", "line 1: vocab takes rows"),

@@ -160,7 +160,7 @@ def test_a_loop_of_ones_own_goes_on_with_its_script(tmp_path: Path, monkeypatch:
     for steps, told in (
         (3, "done at step 3; to train on, give the loop in train.py more steps or epochs, and run it again"),
         (4, "done at step 4; to train on, give the loop in train.py more steps or epochs, and run it again"),
-        (6, "done at step 6; to go on"),
+        (6, "done at step 6; to train on"),
     ):
         with ckptool.Run(tmp_path / "run", model=model, say=lambda text: None) as run:
             for step in run.steps(steps):

@@ -306,7 +306,7 @@ def _global_name(stage: StageFiles, name: str, team: int, names: Iterable[str]) 
     """The name of an expert among all experts, by its name among those of its team."""
     match = _LOCAL_EXPERT.fullmatch(name)
     if match is None:
-        what = f"{stage.folder}: {name} is divided over some of the ranks, and is no expert of deepspeed.moe"
+        what = f"{stage.folder}: {name} is sharded over some of the ranks, but is not an expert of deepspeed.moe"
         why = "It is unknown which ranks have which part of it."
         raise Unsupported(what, why, "With DeepSpeed: load it there.")
     experts = filter(None, map(_LOCAL_EXPERT.fullmatch, names))

@@ -110,7 +110,7 @@ class AdapterMerge:
                     fits.append(keys)
             if len(fits) > 1 and not self.is_ordered and sorted(present) == sorted(present, key=lambda key: order[key]):
                 what = f"which change is for which of {listed(sorted(present))} is not known"
-                why = "They are of one shape, PEFT takes them in the module's order, but this file sorts names."
+                why = "They have one shape, PEFT takes them in the module's order, but this file sorts names."
                 fix = "Name a base that keeps the order: its state_dict(), saved with torch.save"
                 raise Unsupported(f"{self.name}: {what}", f"{why} Nothing was written.", fix)
             for delta, key in zip(deltas, fits[0] if fits else (), strict=False):
