@@ -67,6 +67,14 @@ _NUMBER = Kind(every("number"), empty=True)
 _SEQUENCE = Kind(up_to("sequence"), empty=True)
 _ENUM = Kind(exactly("scalar"))  # a member by its value
 _ANY = every("anything")
+
+
+def is_member(args: Any) -> bool:
+    """`getattr(IntervalStrategy, "STEPS")`: a member of an enum by its name, as Python 3.11.0 to 3.11.3 pickle it."""
+    is_attribute = type(args) is tuple and len(args) == 2 and type(args[1]) is str and args[1].isidentifier()
+    return is_attribute and not args[1].startswith("_") and kind_of(args[0]) is _ENUM
+
+
 _TENSOR = Kind(rules.of_tensors, weights_only=True)
 _PACKED = _OBJECT._replace(filled=rules.packed, stands=False)  # by a backend, whose C++ code sets the state
 _STORAGE = Kind(up_to("sequence"))  # with its numbers, as in very old pickles
@@ -191,7 +199,7 @@ _KINDS: dict[tuple[str, str], Kind] = {
     **Kind(up_to("device"), state=True, filled=rules.seeded).of("torch: torch._C: Generator"),
     **{(f"{rules.PACKED}.{module}", name): _PACKED for module, name in (path.split(".") for path in rules.CLASSES)},
     **_PACKED.of("torch: ScriptObject"),
-    **Kind(rules.getattr_of_known, stands=False).of("builtins: getattr"),
+    **Kind(lambda args: rules.getattr_of_known(args) or is_member(args), stands=False).of("builtins: getattr"),
     **_NAME.of("""
         torch: torch._tensor: Tensor
         torch._C: _VariableFunctionsClass

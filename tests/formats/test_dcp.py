@@ -55,6 +55,7 @@ def contiguous(value: Any) -> Any:
 def test_everything_as_torch_reads_it(folder: Path, tmp_path: Path) -> None:
     found = read(folder)
     assert found.container == "dcp" and found.notes == () and found.discarded == ()
+    assert ckptool.diff(folder / ".metadata", folder).same  # the table stands for its folder
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp_to_torch_save(folder, tmp_path / "torch.pt")

@@ -54,7 +54,7 @@ def by_name(rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
 
 
 def test_a_stage_that_is_saved_by_its_name(tmp_path: Path) -> None:
-    """As Python 3.11.0 pickles members of an enum."""
+    """As Python 3.11.0 to 3.11.3 pickle members of an enum."""
     folder = write_zero(tmp_path / "global_step2", 3, 2, change=by_name)
     found = ckptool.open(folder)
     assert all(torch.equal(found["module"][name].torch(), value) for name, value in zero_weights().items())

@@ -293,3 +293,20 @@ def test_what_pickle_can_write_can_be_saved(title: str, tmp_path: Path, monkeypa
     torch.save({"x": LIVE[title]}, tmp_path / "stock.pt", pickle_protocol=4)
     ours, theirs = (torch.load(tmp_path / each, weights_only=False)["x"] for each in ("out.pt", "stock.pt"))
     assert ours == theirs or repr(ours) == repr(theirs)
+
+
+def test_a_member_of_a_known_enum_by_its_name_runs_nothing_and_another_attribute_does(tmp_path: Path) -> None:
+    """As Python 3.11.0 to 3.11.3 pickle every member."""
+    intervals, stages = (
+        ("transformers.trainer_utils", "IntervalStrategy"),
+        ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    )
+    cases = {(*intervals, "STEPS"): "good", (*stages, "weights"): "good", (*intervals, "__class__"): "unsafe-global"}
+    cases |= {("os", "path", "join"): "unsafe-global", (*intervals, "a.b"): "unsafe-global"}
+    for module in ("builtins", "__builtin__"):
+        for (home, owner, member), state in cases.items():
+            call = name(module, "getattr") + name(home, owner) + text(member) + b"\x86R"
+            file = tmp_path / "in.pt"
+            file.write_bytes(pickle_zip(program(b"}" + text("x") + call + b"s"), ONE))
+            (row,) = ckptool.scan(file).files
+            assert row.state == state, (home, owner, member)

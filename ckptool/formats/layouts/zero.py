@@ -117,8 +117,8 @@ class Share:
         pairs = enumerate(states) if isinstance(states, list) else fields(states).items()
         self.states: dict[Any, dict[Any, Any]] = {group: fields(state) for group, state in pairs}
         self.groups = items(fields(base).get("param_groups"))
-        # The kind of vectors tells stage 3: some Pythons pickle a member of an enum by its name, not by its number.
-        self.stage = 3 if kind == _VECTORS[1] else 2 if plain(state_dict.get("zero_stage")) == 2 else 1
+        # What is in it tells stage 3: Python 3.11.0 to 3.11.3 pickle the name of an enum's member, not its number.
+        self.stage = 3 if kind == _VECTORS[1] else 2 if plain(state_dict.get("zero_stage")) in (2, "gradients") else 1
         self.counts = (*items(state_dict.get("partition_count")),) or (state_dict.get("partition_count"),)
         if not all(type(count) is int and 0 < count < 1 << 32 for count in self.counts):
             raise damaged(file, "does not say over how many ranks it is sharded")
@@ -168,11 +168,12 @@ def undivided(state: Any) -> dict[str, Any]:
 
 
 def plain(node: Any) -> Any:
-    """An object of DeepSpeed's own (a loss scaler) as its attributes, a member of an enum (a stage) as its number."""
+    """An object of DeepSpeed's own (a loss scaler) as its attributes, a member of an enum (a stage) as its number, or
+    its name where it was pickled by that."""
     if not isinstance(node, Object):
         return node
-    is_member = type(node.args) is tuple and len(node.args) == 1 and type(node.args[0]) is int
-    return node.args[0] if is_member else dict(node.attributes)
+    value = node.args[-1] if type(node.args) is tuple and node.args else None
+    return value if type(value) in (int, str) else dict(node.attributes)
 
 
 def named_groups(groups: Any, names: Mapping[int, Iterable[str]]) -> list[dict[str, Any]]:
