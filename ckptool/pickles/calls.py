@@ -59,7 +59,7 @@ def uses(root: Any) -> Iterator[NameUse]:
     while stack:
         node, trail, argument = stack.pop()
         if type(node) is Global:
-            if not stands_alone(node):
+            if (kind := kind_of(node)) is None or not kind.stands:
                 yield NameUse(UNKNOWN, NAMED, str(node), trail)
             continue
         if type(node) not in _LOOKED_INTO or id(node) in seen[argument] or id(node) in seen[True]:
@@ -96,11 +96,6 @@ def is_inert(root: Any) -> bool:
 def is_quiet(node: Object) -> bool:
     """True if an object itself is inert, whatever it contains."""
     return next(_class_uses(node, None, False), None) is None
-
-
-def stands_alone(name: Global) -> bool:
-    """True for a name that the table allows by itself."""
-    return (kind := kind_of(name)) is not None and kind.stands
 
 
 _LOOKED_INTO = frozenset({dict, OrderedDict, list, tuple, Set, Object, Composite, Global})

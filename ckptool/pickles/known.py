@@ -241,8 +241,8 @@ _KINDS: dict[tuple[str, str], Kind] = {
         torch.distributed.tensor.placement_types: Placement Shard Replicate Partial _Partial _StridedShard _MaskPartial
         torch.distributed._mesh_layout: _MeshLayout _FlatLayout
         torch.distributed.remote_device: _remote_device
-        torch.distributed._shard.sharded_tensor.metadata: ShardedTensorMetadata TensorProperties MEM_FORMAT_ENCODING
-        torch.distributed.checkpoint.metadata: TensorProperties _MEM_FORMAT_ENCODING
+        torch.distributed._shard.sharded_tensor.metadata: ShardedTensorMetadata TensorProperties
+        torch.distributed.checkpoint.metadata: TensorProperties
         torch.distributed.checkpoint.planner: WriteItemType
         torch.distributed.checkpoint.filesystem: _StorageInfo _StoragePrefix
         torch.distributed.checkpoint._hf_utils: _HFStorageInfo
@@ -251,7 +251,11 @@ _KINDS: dict[tuple[str, str], Kind] = {
     **Kind(empty=True, state=True, stands=False).of(
         "torch.distributed.device_mesh: torch.distributed._tensor.device_mesh: DeviceMesh"
     ),
-    **_ENUM.of("torch.amp.grad_scaler: torch.cuda.amp.grad_scaler: OptState"),
+    **_ENUM.of("""
+        torch.amp.grad_scaler: torch.cuda.amp.grad_scaler: OptState
+        torch.distributed._shard.sharded_tensor.metadata: MEM_FORMAT_ENCODING
+        torch.distributed.checkpoint.metadata: _MEM_FORMAT_ENCODING
+    """),
     **Kind(rules.none).of("torch.nn.backends.thnn: _get_thnn_function_backend"),
     # Python
     **_CONTAINER._replace(elements=False, value="namespace").of("argparse: Namespace types: SimpleNamespace"),

@@ -16,7 +16,7 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.graph import structural_parts, visit
 from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict, Set, check_collisions, is_hashable
 from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated, UnsafeObject, counted
-from ckptool.pickles.calls import is_quiet, stands_alone
+from ckptool.pickles.calls import is_quiet
 from ckptool.pickles.known import kind_of
 from ckptool.pickles.strings import MAX_STRING, key_text, python2_text, python2_unescaped, unstub
 from ckptool.pickles.torch_objects import Builder, TakesState, set_tensor_state
@@ -353,7 +353,7 @@ class ObjectMaker:
 
     def discarded(self, root: Any) -> tuple[Any, ...]:
         """The objects and names that are not inert and not in the tree: loading makes and imports them nevertheless."""
-        names = {name for name in self.names if not stands_alone(name) and name not in self.builders}
+        names = {name for name in self.names.keys() - self.builders if (kind := kind_of(name)) is None or kind.custom}
         if not names and not self.objects:
             return ()
         in_tree = set(map(id, visit(root, _inner_parts)))

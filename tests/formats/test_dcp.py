@@ -64,6 +64,20 @@ def test_everything_as_torch_reads_it(folder: Path, tmp_path: Path) -> None:
     assert_same_objects(contiguous(expected), contiguous(torch.load(tmp_path / "ours.pt", weights_only=True)))
 
 
+def test_enums_that_python_pickled_by_name_are_no_unknown_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python 3.11.0 to 3.11.3 did."""
+    formats = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(formats, "__reduce_ex__", lambda self, _: (getattr, (type(self), self._name_)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.save({"a.weight": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()
+    found = read(tmp_path / "dcp")
+    assert found.notes == found.discarded == () and ckptool.scan(tmp_path).files[0].state == "good"
+
+
 # Many ranks ----------------------------------------------------------------------------------------------------------
 
 
