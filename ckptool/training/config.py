@@ -496,7 +496,7 @@ def refuse_fixed(changed: Sequence[ChangedKey], assignments: Sequence[str], fold
     if wrong := fixed + silent:
         lines = [f"{change.key} was {change.before!r}, and is now {change.after!r}" for change in wrong]
         raise Conflict(
-            f"{folder} cannot continue with a changed configuration:  " + "; ".join(lines),
+            f"{folder} cannot continue with a changed configuration: " + "; ".join(lines),
             "The result would belong to neither configuration. Nothing was changed.",
             f"Start another run: {command('train', os.path.join(folder, CONFIG), set='run=OTHER')}, and the changes"
             if fixed

@@ -283,8 +283,12 @@ class Window:
         index = next((position for position, candidate in enumerate(self._optimizers) if candidate is optimizer), None)
         if index is None:
             if optimizer not in self._others:
-                ids = {id(parameter) for module in self._objects.modules.values() for parameter in module.parameters()}
-                self._others[optimizer] = not ids.isdisjoint(_gradients(optimizer))
+                given = {
+                    id(parameter) for module in self._objects.modules.values() for parameter in module.parameters()
+                }
+                self._others[optimizer] = any(
+                    id(p) in given for group in optimizer.param_groups for p in group["params"]
+                )
             settled = _gradients(optimizer) if self._others[optimizer] else {}
         else:
             self._counts[index] += 1

@@ -258,6 +258,7 @@ def test_an_optimizer_that_was_not_given_is_named_and_no_save_waits_for_one_that
     for step in run.steps(6):
         if around == "another" and step == 3:
             optimizer = kind(model.parameters(), lr=0.01)
+            optimizer.register_step_post_hook(lambda one, *call: one.zero_grad())  # before Run sees the step
         optimizer.zero_grad()
         model(torch.rand(3, 4)).sum().backward()
         optimizer.step()
