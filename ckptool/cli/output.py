@@ -219,7 +219,8 @@ def in_words(error: Exception) -> CkptoolError:
         what = f"a system limit was reached: {error!s}"
         why = "This process cannot open more files, start threads or use more memory. Outputs are unchanged."
         return FileProblem(what, why, "Look at the limits: ulimit -a")
-    is_silent = isinstance(error, SystemError) and " without " in str(error)  # C code that failed to set an error
+    # C code that failed to set an error, or to look at the one that was set.
+    is_silent = isinstance(error, SystemError) and (" without " in str(error) or type(error.__cause__) is MemoryError)
     if isinstance(error, (MemoryError, RecursionError)) or is_silent:
         what = "there is not enough memory" if not isinstance(error, RecursionError) else "values are nested too deep"
         why = "The file needs more than this machine has, or is malicious. Outputs are unchanged."

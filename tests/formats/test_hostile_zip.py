@@ -11,6 +11,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -376,7 +377,9 @@ def test_a_record_that_quotes_the_next_ones_header_is_corrupt(put: Put) -> None:
     body = Layout((outer,)).build()[: header + len(records)]
     end = at(full[-END.size :], 16, struct.pack("<I", len(body)))
     data = body + full[offset : offset + size] + end
-    assert python_sees(data, "archive/data/0") == W and python_sees(data, "archive/data/9") == records
+    assert python_sees(data, "archive/data/0") == W
+    with suppress(zipfile.BadZipFile):  # newer Pythons refuse what overlaps
+        assert python_sees(data, "archive/data/9") == records
     unreadable(put(data), Corrupt, "does not fit")
 
 
