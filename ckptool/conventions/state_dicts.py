@@ -116,10 +116,13 @@ def find_state_dicts(checkpoint: Checkpoint) -> list[StateDict]:
 def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[StateDict]:
     """The model roots whose keys a verb may change. named: the user named the part, so it is a root if it has none.
 
-    Raises `UsageError` if there is none, if the part is not a dictionary, or if one is a whole module, which has no
-    keys to change.
+    Raises `UsageError` if there is none, if the part is not a dictionary or is an optimizer's, or if one is a whole
+    module, which has no keys to change.
     """
     roots = [root for root in _roots(checkpoint.tree, checkpoint.base) if root.is_model]
+    if named and not roots and is_optimizer(checkpoint.tree):
+        what = f"{address(checkpoint.base) or 'the whole file'} is the state of an optimizer, not weights"
+        raise UsageError(what, "The parameter names that it may keep change with those of the weights beside it.")
     roots = roots or _weights(checkpoint, "" if named else None)
     roots = [root for root in roots if root.module is None] or roots  # whole modules beside stay as they are
     if modules := [root for root in roots if root.module is not None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
@@ -78,11 +77,11 @@ def with_value(tree: Any, place: str, value: Any) -> Any:
     except UsageError:
         if isinstance(parent, list):
             find(tree, place)  # says where
-        meant, entry = place.replace(".", "/"), None
-        if meant != place:
-            with suppress(CkptoolError):
-                entry = find(tree, meant)
-        if entry is not None:
+        for meant in (place.replace(".", "/", count + 1) for count in range(place.count("."))):
+            try:
+                find(tree, meant)
+            except CkptoolError:
+                continue
             what = f"there is no {place}, but there is {meant}"
             raise UsageError(what, "Addresses use slashes.", f"Set that: {arg(set={meant: value})}") from None
         key = key.replace("~1", "/").replace("~0", "~")

@@ -52,10 +52,12 @@ def edited(value: Any, folder: Path, **what: Any) -> Any:
         ({"set": {"history/7": 1}}, UsageError, "there is no 7 in history"),
         ({"set": {"history.0": 1}}, UsageError, "there is no history.0, but there is history/0"),
         ({"set": {"history/x/y": 1}}, UsageError, "there is no x in history"),
+        ({"set": {"optimizer.param_groups/0": 1}}, UsageError, "there is no optimizer.param_groups at the top"),
+        ({"set": {"dotted.fc.weight": 1}}, UsageError, "there is no dotted.fc.weight, but there is dotted/fc.weight"),
     ],
 )
 def test_refusals(what: dict[str, Any], error: type[Exception], says: str, tmp_path: Path) -> None:
-    value = TRAINING | {"q": TRAPS["09-qint8-per-tensor"]()["w"]}
+    value = TRAINING | {"q": TRAPS["09-qint8-per-tensor"]()["w"], "dotted": {"fc.weight": torch.ones(2)}}
     file = saved(value, tmp_path / "in.pt")
     refused(error, tmp_path, lambda: ckptool.edit(file, tmp_path / "out.pt", **what), says)
 

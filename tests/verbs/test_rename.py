@@ -223,6 +223,12 @@ _SOME = "of the file begin with 'module.'; without it:"
         (weights("model.net.a"), {"prefix": ["net.", "model."]}, NoMatch, "no key begins with 'net.'"),
         (weights("model.net.a"), {"prefix": ["model.", ""]}, UsageError, "the prefix is empty"),
         (weights("model.net.a"), {"at": "x"}, UsageError, "there is no x"),
+        (
+            {"o": {"state": {}, "param_groups": [{"params": []}]}},
+            {"at": "o"},
+            UsageError,
+            "o is the state of an optimizer",
+        ),
     ],
 )
 def test_what_is_not_stripped(value: Any, options: dict[str, Any], kind: type[CkptoolError], says: str) -> None:
