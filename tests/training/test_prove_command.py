@@ -120,7 +120,8 @@ GOOD += [(str(path),) for path in sorted(LOOPS.glob("*.py"))]
 @pytest.mark.parametrize("words", GOOD, ids=lambda words: Path(words[0]).stem + "-".join(words[1:]))
 def test_a_correct_script_is_proved(words: tuple[str, ...]) -> None:
     found = proved([*words], kills=4)
-    assert found.proved and found.kills and found.steps, found
+    has_optimizer = "word_language_model" not in words[0]  # it subtracts the gradients itself, so no step is seen
+    assert found.proved and found.kills and bool(found.steps) == has_optimizer, found
 
 
 @pytest.mark.soak
