@@ -208,7 +208,7 @@ def matcher(pattern: str) -> Matcher:
 def selected(keys: Iterable[str], only: Sequence[str] = (), exclude: Sequence[str] = ()) -> set[str]:
     """The keys that match one of `only` (all, if there is none) and none of `exclude`.
 
-    Raises `NoMatch` naming a pattern that matches nothing, and where `exclude` leaves nothing.
+    Raises `NoMatch` naming a pattern that matches nothing.
     """
     keys = list(keys)
     matches = {pattern: list(filter(matcher(pattern), keys)) for pattern in (*only, *exclude)}
@@ -217,10 +217,7 @@ def selected(keys: Iterable[str], only: Sequence[str] = (), exclude: Sequence[st
         fix = f"See the keys: {command('inspect', FILE, all=True)}"
         raise NoMatch(f"the pattern {unmatched[0]!r} matches no key", why, fix)
     chosen = {key for pattern in only for key in matches[pattern]} if only else set(keys)
-    rest = chosen.difference(*(matches[pattern] for pattern in exclude))
-    if chosen and not rest:
-        raise NoMatch("nothing is left", f"{arg('exclude')} leaves out every key that was chosen.")
-    return rest
+    return chosen.difference(*(matches[pattern] for pattern in exclude))
 
 
 def match_within_limit(pattern: re.Pattern[str], key: str) -> bool:

@@ -122,7 +122,7 @@ def model_state_dicts(checkpoint: Checkpoint, *, named: bool = False) -> list[St
     roots = [root for root in _roots(checkpoint.tree, checkpoint.base) if root.is_model]
     if named and not roots and is_optimizer(checkpoint.tree):
         what = f"{address(checkpoint.base) or 'the whole file'} is the state of an optimizer, not weights"
-        raise UsageError(what, "The parameter names that it may keep change with those of the weights beside it.")
+        raise UsageError(what, "This works on the weights of a model.")
     roots = roots or _weights(checkpoint, "" if named else None)
     roots = [root for root in roots if root.module is None] or roots  # whole modules beside stay as they are
     if modules := [root for root in roots if root.module is not None]:

@@ -17,7 +17,7 @@ from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.tree import address, module_attributes, tensors
 from ckptool.commands import ADDRESS, OUT, Command, Slot, arg, command, option, several, verb
 from ckptool.conventions.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
-from ckptool.errors import Unsupported, UsageError, counted
+from ckptool.errors import NoMatch, Unsupported, UsageError, counted
 from ckptool.formats import DCP, SHARDED, CheckpointLike, Format, Opened, PathLike, open_whole, shown, split
 from ckptool.transforms import flatten
 from ckptool.verbs._options import LIKE, SHARD_SIZE, At, Exclude, Files, IsPart, Only, Out, Size, find_target
@@ -139,6 +139,8 @@ def convert(
         behind, notes = [], ()
     else:
         changed, summary, behind, notes = _to_tensors(taken, named, container, only, exclude, ties == "copy")
+    if exclude and not changed.tree:
+        raise NoMatch("nothing is left to write", f"{arg('exclude')} leaves out every key.")
     behind += unsaved + flatten.siblings(opened.checkpoint.tree, taken.base)
     if container.tensors_only and container.writes_folder:
         from ckptool.formats.model_folder import model_folder

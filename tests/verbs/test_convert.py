@@ -33,7 +33,7 @@ from tests.formats.contract import same_for_torch
 from tests.support.bundles import deduplicated
 from tests.support.cli import Run
 from tests.support.errors import refused
-from tests.support.files import contents, load, saved
+from tests.support.files import contents, load, saved, weights
 from tests.support.live_models import bits
 from tests.support.looped import looped
 from tests.support.part_files import random_weights, saved_below, trainer_folder
@@ -313,3 +313,9 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path: Path) -> None:
     for source, whole, says in ((named, False, "__metadata__"), (folder, True, r"training_args\.bin")):
         convert = partial(ckptool.convert, source, tmp_path / "out.safetensors", all=whole)
         refused(CkptoolError, tmp_path, convert, says)
+
+
+@pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
+def test_weights_of_which_nothing_is_left_are_not_written(name: str, tmp_path: Path) -> None:
+    file = saved({"state_dict": weights("a.weight", "a.bias"), "epoch": 3}, tmp_path / "in.pt")
+    refused("no-match", tmp_path, lambda: ckptool.convert(file, tmp_path / name, exclude="a.*"), "nothing is left")
