@@ -112,22 +112,20 @@ def _statistics_of(entry: TensorEntry, times: int, sketch: _Sketch | None = None
             nans_here = int(numpy.count_nonzero(numpy.isnan(values)))
             nans += nans_here
             infs += len(values) - len(finite) - nans_here
+        shifted = scratch("f64", "f8", len(finite))
+        numpy.copyto(shifted, finite, casting="unsafe")
+        if sketch is not None:
+            sketch.add(values, zero, zeros_here, shifted if finite is values else None)
         if len(finite):
-            shifted = scratch("f64", "f8", len(finite))
             if finite is not values:
                 lowest, highest = finite.min(), finite.max()
             ends = [min([*ends[:1], lowest.item()]), max([*ends[1:], highest.item()])]
-            numpy.copyto(shifted, finite, casting="unsafe")
-            if sketch is not None and finite is values:
-                sketch.add(values, zero, zeros_here, shifted)
             chunk_mean = float(shifted.mean())
             numpy.subtract(shifted, chunk_mean, out=shifted)
             delta, share = chunk_mean - mean, len(finite) / (count + len(finite))
             squares += dot(shifted, shifted) + count * share * delta * delta
             mean += delta * share
             count += len(finite)
-        if sketch is not None and finite is not values:
-            sketch.add(values, zero, zeros_here, None)
 
     with numpy.errstate(all="ignore"):
         fold(add, entry, row=1 if sketch is None else sketch.row)

@@ -28,6 +28,7 @@ from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code, import_user_code
 from ckptool.checkpoint.paths import matcher
 from ckptool.errors import CkptoolError, Conflict, RunFailed, TextLines, UsageError, UserCodeFailed, listed
+from ckptool.training.moving import OURS
 
 
 def classes_of(module: Any, base: type) -> dict[str, Any]:
@@ -124,7 +125,6 @@ def numbers(values: Any, what: str, name: str) -> dict[str, float]:
         ) from None
 
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INSTALLED = tuple({os.path.dirname(torch.__path__[0]), *sysconfig.get_paths().values()})
 
 
@@ -150,7 +150,7 @@ def name_culprits() -> Iterator[None]:
                 TextLines(*"".join(traceback.format_list(frames[users[0] :])).rstrip().split("\n")),
                 "The error is in your code, not in ckptool.",
             ) from error
-        if last.filename.startswith(_OURS + os.sep) and not type(error).__module__.startswith("torch"):
+        if last.filename.startswith(OURS) and not type(error).__module__.startswith("torch"):
             raise  # a bug in ckptool
         raise RunFailed(
             f"training stopped: {what}",
@@ -161,7 +161,7 @@ def name_culprits() -> Iterator[None]:
 
 def is_theirs(file: str) -> bool:
     """True for a file that belongs neither to ckptool nor to an installed package."""
-    return os.path.isfile(file) and not os.path.abspath(file).startswith((_OURS + os.sep, *_INSTALLED))
+    return os.path.isfile(file) and not os.path.abspath(file).startswith((OURS, *_INSTALLED))
 
 
 # Patterns -------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ MAX_OBJECTS = 20_000  # that a snapshot visits
 WHOLE = 1 << 18  # bytes of a tensor, array or text up to which all of it is digested, else `SAMPLES` values
 SAMPLES = 4096
 SHOWN = 40  # characters up to which a value is not digested
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the files of ckptool begin so
 DEPTH = 4  # of nested containers up to which they are one value
 
 GENERATOR, BUFFER, NOT_PERSISTENT = "generator", "buffer", "non-persistent buffer"
@@ -171,7 +171,7 @@ def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
     elif kind is functools.partial:
         yield from ((name, part, ATTRIBUTE) for part in (value.func, value.args, value.keywords))
     elif kind is types.GeneratorType:
-        is_ours = value.gi_code.co_filename.startswith(_OURS)  # of a loop, whose state is saved
+        is_ours = value.gi_code.co_filename.startswith(OURS)  # of a loop, whose state is saved
         running = dict(value.gi_frame.f_locals) if value.gi_frame is not None and not is_ours else {}
         yield from ((f"{name}.{key}", part, ATTRIBUTE) for key, part in running.items())
     elif kind in _MAPPINGS:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import io
 import itertools
-import os
 import re
 import sys
 import sysconfig
@@ -41,7 +40,6 @@ _HOW = {  # what to write, by the kind of what changes; for attributes and buffe
     SETTING: "set it in every epoch or step, by run.epoch or run.step",
     VARIABLE: 'if a later step needs it, write run["{short}"] in place of {name}',
 }
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARY = re.compile(rf"<frozen|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\\\](?:site|dist)-packages[/\\\\]")
 _FIXED = (int, float, complex, str, bytes, tuple, frozenset, range, type(None))
 _IN_PLACE = re.compile("INPLACE_|BINARY_OP .*=$")
@@ -179,7 +177,11 @@ def _has_state(name: str, value: Any) -> bool:
     if issubclass(kind, nn.Module):  # `isinstance` would run a proxy's `__class__`
         return any(True for _ in (*value.parameters(), *value.buffers()))
     if kind is GeneratorType:
-        return value.gi_frame is not None and not value.gi_running and not value.gi_code.co_filename.startswith(_OURS)
+        return (
+            value.gi_frame is not None
+            and not value.gi_running
+            and not value.gi_code.co_filename.startswith(moving.OURS)
+        )
     if issubclass(kind, (itertools.cycle, torch.utils.data.dataloader._BaseDataLoaderIter)):
         return True
     if kind in (io.TextIOWrapper, io.BufferedWriter):
@@ -273,4 +275,4 @@ def _is_of_script(kind: type) -> bool:
     """True for plain classes, tensors, arrays, functions, and classes that are no library's; not for methods."""
     file = str(getattr(sys.modules.get(str(kind.__module__)), "__file__", ""))
     is_plain = kind is torch.Tensor or kind.__name__ == "ndarray" or kind.__module__ == "collections"
-    return is_plain or (kind is not MethodType and not file.startswith(_OURS) and not _LIBRARY.match(file))
+    return is_plain or (kind is not MethodType and not file.startswith(moving.OURS) and not _LIBRARY.match(file))

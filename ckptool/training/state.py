@@ -195,9 +195,13 @@ class Objects:
         """The name of a schedule-free optimizer in evaluation mode, whose parameters are averages; empty for none."""
         return next((name for name, group in self._groups() if group.get("train_mode") is False), "")
 
+    def parameter_ids(self) -> set[int]:
+        """The identities of the parameters of all modules."""
+        return {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
+
     def refuse_unowned_parameters(self) -> None:
         """Raises `UsageError` for trained parameters that are in no given module: their values would be lost."""
-        owned = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
+        owned = self.parameter_ids()
         for name, optimizer in self.of(Optimizer).items() if not self.others else ():
             trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             if unowned := [parameter for parameter in trained if id(parameter) not in owned]:
@@ -283,22 +287,18 @@ class Window:
         index = next((position for position, candidate in enumerate(self._optimizers) if candidate is optimizer), None)
         if index is None:
             if optimizer not in self._others:
-                given = {
-                    id(parameter) for module in self._objects.modules.values() for parameter in module.parameters()
-                }
-                self._others[optimizer] = any(
-                    id(p) in given for group in optimizer.param_groups for p in group["params"]
-                )
-            settled = _gradients(optimizer) if self._others[optimizer] else {}
+                trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+                self._others[optimizer] = not trained.isdisjoint(self._objects.parameter_ids())
+            settled = _gradients(optimizer) if self._others[optimizer] else ()
         else:
             self._counts[index] += 1
             self._stepped.add(index)
             if len(self._optimizers) > 1:
-                gradients = self._gradients(index).items()
+                gradients = _gradients(optimizer)
                 remained = any(key in self._initial and self._initial[key]() is gradient for key, gradient in gradients)
                 (self.renewing.discard if remained and index not in self.zeroed else self.renewing.add)(index)
-            settled = self._gradients(*self._stepped, *self.renewing)
-        self._used |= {key: (weakref.ref(gradient), gradient._version) for key, gradient in settled.items()}
+            settled = _gradients(*(self._optimizers[each] for each in self._stepped | self.renewing))
+        self._used |= {key: (weakref.ref(gradient), gradient._version) for key, gradient in settled}
 
     def unsaved(self) -> list[str]:
         """The classes of the optimizers that train given parameters, and whose state is in that of no given object."""
@@ -318,8 +318,7 @@ class Window:
         """A body of the loop begins."""
         self._scaled, self._stepped, self.zeroed = self._updates(), set(), set()
         if len(self._optimizers) > 1:
-            every = self._gradients(*range(len(self._optimizers)))
-            self._initial = {key: weakref.ref(gradient) for key, gradient in every.items()}
+            self._initial = {key: weakref.ref(gradient) for key, gradient in _gradients(*self._optimizers)}
 
     @property
     def steps(self) -> int:
@@ -331,16 +330,12 @@ class Window:
         """True if an optimizer has gradients that it has yet to use. A step that a scaler skipped counts as a use."""
         if self._updates() != self._scaled:
             return False
-        for key, gradient in self._gradients(*range(len(self._optimizers))).items():
+        for key, gradient in _gradients(*self._optimizers):
             used, version = self._used.get(key, (None, 0))
             is_new = used is None or used() is not gradient or version != gradient._version
             if is_new and bool(local(gradient._values() if gradient.is_sparse else gradient).any()):
                 return True
         return False
-
-    def _gradients(self, *indices: int) -> dict[int, torch.Tensor]:
-        """The gradients of these optimizers, by parameter."""
-        return {key: gradient for index in indices for key, gradient in _gradients(self._optimizers[index]).items()}
 
     def _updates(self) -> int:
         """How often the scalers were updated in this process, also after a step that they skipped."""
@@ -348,10 +343,11 @@ class Window:
         return sum(scale._version for scale in scales if scale is not None)
 
 
-def _gradients(optimizer: Optimizer) -> dict[int, torch.Tensor]:
-    """The gradients that an optimizer uses, by parameter."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
+def _gradients(*optimizers: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+    """The gradients that optimizers use, each with the identity of its parameter."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    parameters = (parameter for group in groups for parameter in group["params"])
+    return ((id(parameter), parameter.grad) for parameter in parameters if parameter.grad is not None)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

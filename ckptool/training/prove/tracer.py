@@ -31,11 +31,8 @@ PATIENCE = 60.0  # seconds that it waits for `prove`
 MOST = 8  # calls of models between two steps that are looked at
 FREE, SHARE = 1.0, 0.15  # seconds, and share of the time since the first step, that looking may take
 
-WEIGHTS, SCHEDULER, SCALER = (
-    "weights",
-    "scheduler",
-    "scaler",
-)  # of modules that no optimizer trains; kinds like those of `moving`
+# Kinds like those of `moving`; the weights are of modules that no optimizer trains.
+WEIGHTS, SCHEDULER, SCALER = "weights", "scheduler", "scaler"
 
 
 class Tracer:
