@@ -518,6 +518,9 @@ class RemoteSource(Source):
             raise self.changed()
         self._object.read_into(offset, buffer)
 
+    def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
+        return RemoteSource, (self.path,)
+
     def check_unchanged(self) -> None:
         self._object.check_unchanged()
 
