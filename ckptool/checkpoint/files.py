@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from itertools import islice
-from typing import Any
+from typing import Any, SupportsIndex
 
 from ckptool.checkpoint.paths import file_problem, is_url
 from ckptool.commands import command, other_program
@@ -134,14 +134,15 @@ class Source:
     def __deepcopy__(self, _: object) -> Source:
         return self  # one object closes a descriptor
 
-    def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
+    def __reduce_ex__(self, _: SupportsIndex) -> tuple[Any, ...]:
         """Another process opens the file again when it reads, and it has to be the same. Raises `UsageError` where it
         has lost its name, and for `torch.save`, whose file would have that name in the place of the values."""
         path = os.path.abspath(self.path) if self._descriptor is not None else self._path
         if not self.is_at(path) or sys._getframe(1).f_globals.get("__name__") == "torch.serialization":
             fix = "Write them by ckptool.save(tree, PATH), or read them first: ckptool.load(FILE), entry.torch()"
             raise UsageError(f"values that are still in {self} cannot be pickled", "They were not read yet.", fix)
-        return _not_opened, (path, self.path, self.begin, self.size, self._identity)
+        parts: Any = super().__reduce_ex__(2)
+        return *parts[:2], (None, {**parts[2][1], "_descriptor": None, "_path": path})
 
     def __del__(self, forget: Callable[[int, None], object] = shared.pop) -> None:
         if self._descriptor is None:
@@ -256,13 +257,6 @@ class Source:
     def is_of(self, status: os.stat_result) -> bool:
         """True if that is the status of this very file."""
         return self._identity[:2] == (status.st_dev, status.st_ino)
-
-
-def _not_opened(*facts: Any) -> Source:
-    source = object.__new__(Source)
-    source._descriptor = None
-    source._path, source.path, source.begin, source.size, source._identity = facts
-    return source
 
 
 def file_changed(path: str) -> FileChanged:

@@ -10,6 +10,7 @@ import os
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptool
+from ckptool.checkpoint import files
 from ckptool.errors import CkptoolError, FileChanged, UsageError
 from tests.support.files import saved, weights
 from tests.support.looped import looped
@@ -102,3 +104,40 @@ def test_a_pickle_never_stands_for_other_values(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(CkptoolError):
         pickle.loads(moved)["a"].numpy()
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "open": ckptool.open,
+    "values": lambda file: values(ckptool.open(file)),
+    "load": ckptool.load,
+    "inspect": lambda file: ckptool.inspect(file, stats=True),
+    "verify": lambda file: ckptool.verify(file, digest=True),
+    "doctor": ckptool.doctor,
+    "report": ckptool.report,
+    "diff": lambda file: ckptool.diff(file, STATE),
+    "cast": lambda file: ckptool.cast(ckptool.open(file), dtype="bf16"),
+    "average": lambda file: ckptool.average([ckptool.open(file), STATE]),
+    "edit": lambda file: ckptool.edit(ckptool.open(file), drop="a"),
+    "convert": lambda file: ckptool.convert(file, os.devnull + "/no/folder.pt"),
+    "warm start": lambda file: ckptool.warm_start(ckptool.open(file), STATE),
+    "nothing there": lambda file: ckptool.open(f"{file}#nothing/there"),
+}
+
+
+@looped(("suffix", "name"), [(suffix, name) for suffix in CONTAINERS for name in READERS])
+def test_the_last_use_of_a_file_closes_it(suffix: str, name: str, tmp_path: Path) -> None:
+    """Without the garbage collector: it may not come for hours, and a copy of a pipe takes memory."""
+    path = written(suffix, tmp_path)
+    content = path.read_bytes() if path.is_file() else b""
+    inputs: list[Callable[[], Any]] = [lambda: path, *([lambda: io.BytesIO(content)] if content else [])]
+    for make in inputs:
+        for _ in range(2):  # modules that the first one imports may open files of their own
+            gc.collect()
+            gc.disable()
+            before = set(os.listdir("/proc/self/fd"))
+            with suppress(CkptoolError):
+                READERS[name](make())
+            files.shared.clear()  # those of folders, of which some stay open to be used again
+            after = set(os.listdir("/proc/self/fd"))
+            gc.enable()
+        assert after == before
