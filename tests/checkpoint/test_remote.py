@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.checkpoint import remote
+from ckptool.checkpoint.tree import tensors
 from ckptool.errors import (
     CkptoolError,
     FileChanged,
@@ -34,6 +35,8 @@ from ckptool.errors import (
 from fixtures.sparse import make_sparse
 from tests.support.cli import Run
 from tests.support.elsewhere import FILES, FOLDERS, READS, SHARDS, TENSORS, layered, make_elsewhere, plain
+from tests.support.engine_cases import committed_cases
+from tests.support.looped import looped
 from tests.support.range_server import RangeHandler, RangeServer
 from tests.support.same import assert_same_objects, assert_same_tree
 
@@ -79,6 +82,21 @@ def different(answer: Any, name: str) -> None:
     for key in ("fix", "fixes", *(("modified",) if "." not in name else ()), *(("bytes",) if name == "dcp" else ())):
         if isinstance(answer, dict):
             answer.pop(key, None)
+
+
+FOLDERS_OF_ENGINES = [case for case in committed_cases() if case.name != "stable-baselines3"]  # a folder of archives
+
+
+@looped("case", FOLDERS_OF_ENGINES, lambda case: case.name)
+def test_the_folders_of_engines_have_the_values_that_they_have_here(case: Path) -> None:
+    """Also where names share a place in a file, with values of their own."""
+
+    def values(place: str) -> dict[Any, Any]:
+        found = tensors(ckptool.open(place).tree)
+        return {path: (entry.dtype, entry.shape, entry.row_major().read(0, entry.nbytes)) for path, entry in found}
+
+    with RangeServer(case) as server:
+        assert values(f"{server.url}checkpoint/") == values(str(case / "checkpoint"))
 
 
 def test_many_tensors_take_no_more_requests(tmp_path: Path) -> None:
@@ -209,7 +227,9 @@ def test_a_table_that_is_larger_than_all_that_is_kept(tmp_path: Path) -> None:
 SERVER = """if True:
     import sys
     from pathlib import Path
-    from tests.support.range_server import RangeServer
+    from tests.support.engine_cases import committed_cases
+from tests.support.looped import looped
+from tests.support.range_server import RangeServer
 
     with RangeServer(Path(sys.argv[1])) as server:
         print(server.url, flush=True)
