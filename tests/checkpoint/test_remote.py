@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -227,9 +228,7 @@ def test_a_table_that_is_larger_than_all_that_is_kept(tmp_path: Path) -> None:
 SERVER = """if True:
     import sys
     from pathlib import Path
-    from tests.support.engine_cases import committed_cases
-from tests.support.looped import looped
-from tests.support.range_server import RangeServer
+    from tests.support.range_server import RangeServer
 
     with RangeServer(Path(sys.argv[1])) as server:
         print(server.url, flush=True)
@@ -359,6 +358,29 @@ def test_nor_what_comes_before_a_host(files: Path, user: str, run: Run) -> None:
     with RangeServer(files) as server:
         ran = run("inspect", f"{server.url.replace('://', f'://{user}')}none.pt")
     assert ran.code == 2 and "/none.pt" in ran.err and "geheim" not in ran.err
+
+
+CHAINED = (
+    "zip://{}::{}",
+    "zip://a/{}::{}",
+    "dir://{}::{}",
+    "tar://{}::{}",
+    "zip://{}::dir://a.zip::{}",
+    "simplecache::{1}",
+)
+
+
+@pytest.mark.parametrize("chain", CHAINED)
+@pytest.mark.parametrize("user", ["me:geheim", "geheim", "me:mehr@geheim"])
+def test_nor_those_of_a_url_at_the_end_of_a_chain(files: Path, chain: str, user: str, run: Run, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.write(files / "model.pt", "model.pt")
+    with RangeServer(tmp_path) as server:
+        url = chain.format("model.pt", f"{server.url.replace('://', f'://{user}@')}a.zip?sig=s3cret")
+        for form in ([], ["--json"]):
+            ran = run("inspect", url, *form)
+            assert "geheim" not in ran.out + ran.err and "s3cret" not in ran.out + ran.err
+    assert ran.code == 0 or chain != CHAINED[0]
 
 
 def test_nor_that_of_where_a_redirect_leads(run: Run, tmp_path: Path) -> None:
