@@ -37,6 +37,7 @@ from fixtures.sparse import make_sparse
 from tests.support.cli import Run
 from tests.support.elsewhere import FILES, FOLDERS, READS, SHARDS, TENSORS, layered, make_elsewhere, plain
 from tests.support.engine_cases import committed_cases
+from tests.support.files import contents
 from tests.support.looped import looped
 from tests.support.range_server import RangeHandler, RangeServer
 from tests.support.same import assert_same_objects, assert_same_tree
@@ -98,6 +99,14 @@ def test_the_folders_of_engines_have_the_values_that_they_have_here(case: Path) 
 
     with RangeServer(case) as server:
         assert values(f"{server.url}checkpoint/") == values(str(case / "checkpoint"))
+
+
+def test_what_is_written_into_a_folder_has_the_name_that_it_has_here(files: Path, tmp_path: Path, run: Run) -> None:
+    with RangeServer(files) as server:
+        for place, out in ((server.url, tmp_path / "far"), (f"{files}/", tmp_path / "near")):
+            inputs = [f"{place}{name}{'/' * (files / name).is_dir()}" for name in ("m.safetensors", "hub", "dcp")]
+            assert run("convert", *inputs, "--to", "npz", "-d", out).code == 0
+    assert contents(tmp_path / "far") == contents(tmp_path / "near")
 
 
 def test_many_tensors_take_no_more_requests(tmp_path: Path) -> None:
