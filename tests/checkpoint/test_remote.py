@@ -214,6 +214,23 @@ def test_what_a_server_does_wrong_is_said_or_tried_again(
         assert server.requests["model.pt"] <= 4
 
 
+@pytest.mark.parametrize(("after", "waits"), [("1", 1.0), ("0", 0), ("soon", 0), ("-1", 0), ("3600", None)])
+def test_a_busy_server_is_asked_again_when_it_says(
+    files: Path, after: str, waits: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "WAIT", 0.01)
+    later = type("Later", (RangeHandler,), {"more": {"Retry-After": after}})
+    with RangeServer(files, ["busy"], handler=later) as server:
+        began = time.monotonic()
+        if waits is None:
+            with pytest.raises(FileProblem, match=r"(?s)503.*Tried 1 time.*Try again in 3,600 seconds"):
+                ckptool.inspect(f"{server.url}model.pt")
+            assert server.requests["model.pt"] == 1
+        else:
+            ckptool.inspect(f"{server.url}model.pt")
+            assert time.monotonic() - began >= waits
+
+
 LIES = {"Content-Range": ("bytes 0-131071/²", "bytes 0-131071/" + "9" * 5_000), "Content-Encoding": ("gzip", "br")}
 
 
