@@ -189,10 +189,10 @@ def _put(
     stopped = list[BaseException]()
 
     def passed(size: int, done: int) -> None:
-        if stopped:
-            raise InterruptedError
         if done == size:
             sent.append(place)
+        if stopped:
+            raise InterruptedError
         tell(sent_before + done)
 
     callback = Callback(hooks={"sent": passed})
