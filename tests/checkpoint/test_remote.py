@@ -109,6 +109,33 @@ def test_what_is_written_into_a_folder_has_the_name_that_it_has_here(files: Path
     assert contents(tmp_path / "far") == contents(tmp_path / "near")
 
 
+def test_verify_says_that_the_steps_of_ranks_are_not_compared() -> None:
+    (case,) = (case for case in committed_cases() if case.name == "fsdp2-tp-2x2")
+    with RangeServer(case) as server:
+        (note,) = ckptool.verify(f"{server.url}checkpoint/").notes
+    assert note.code == "not-provable" and "no step was read in __0_0.distcp" in note.message
+
+
+class Timeless(RangeHandler):
+    """Says neither when a file was changed nor which it is."""
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword not in ("Last-Modified", "ETag"):
+            super().send_header(keyword, value)
+
+
+def test_a_folder_with_members_has_the_size_and_time_of_its_weights(run: Run) -> None:
+    (case,) = (case for case in committed_cases() if case.name == "accelerate-plain")
+    weights = case / "checkpoint" / "model.safetensors"
+    for handler in (RangeHandler, Timeless):
+        with RangeServer(case, handler=handler) as server:
+            (row,) = ckptool.scan(f"{server.url}checkpoint/").files
+            assert row.bytes == weights.stat().st_size and row.members
+            assert row.modified == (int(weights.stat().st_mtime) if handler is RangeHandler else 0)
+            shown = run("scan", f"{server.url}checkpoint/").out
+            assert (re.search(r"\d (s|min|h|d)  4 of 4 members", shown) is not None) == (row.modified != 0)
+
+
 def test_many_tensors_take_no_more_requests(tmp_path: Path) -> None:
     many = {f"block.{number}.some.longer.name.weight": torch.zeros(64) for number in range(3_000)}
     torch.save(many, tmp_path / "many.pt")
