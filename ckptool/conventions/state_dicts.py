@@ -288,7 +288,7 @@ def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
     kinds = set(map(type, node.values()))
     if kinds.isdisjoint(_TENSORS) or set(map(type, node)) != {str}:
         return False
-    members = {key: value for key, value in node.items() if not key.endswith("_extra_state")}
+    members = {key: value for key, value in node.items() if not key.endswith(EXTRA_STATE)}
     tensor_keys = [key for key, value in members.items() if type(value) in _TENSORS]
     dotted = any("." in key for key in tensor_keys)
     if not tensor_keys or (2 * len(tensor_keys) < len(members) and not dotted):
@@ -376,6 +376,7 @@ PEELED = "module."
 INNER_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 # The one key that an averaged model keeps beside those of its module.
 COUNTER = "n_averaged"
+EXTRA_STATE = "_extra_state"  # what `get_extra_state` of a module returns, behind the name of the module
 
 
 def without_wrappers(key: str) -> str:
