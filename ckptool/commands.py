@@ -313,6 +313,7 @@ def for_python(function: Any) -> Any:
         report = function(*args, **options)
         return report.made[0] if getattr(report, "made", ()) else report
 
+    called.__module__ = "ckptool"  # where processes that it is pickled to find it
     if not hasattr(function, "verb"):
         return called
     names = {flag: param.name for param in typed for flag in param.option.flags}
@@ -321,7 +322,6 @@ def for_python(function: Any) -> Any:
     lines = [f"{each.name}: {re.sub('--[a-z-]+', lambda f: names.get(f[0], f[0]), each.option.help)}" for each in typed]
     declared = inspect.signature(function, eval_str=True).parameters.values()
     lines += [param.annotation.__doc__ or "" for param in declared if hasattr(param.annotation, "__required_keys__")]
-    called.__module__ = "ckptool"  # where processes that it is pickled to find it
     called.__doc__ = "\n    ".join([(function.__doc__ or "").rstrip() + "\n", *lines, ""])
     return called
 

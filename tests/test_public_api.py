@@ -38,6 +38,7 @@ def test_all_is_sorted_and_there() -> None:
     for name in ckptool.__all__:
         value = getattr(ckptool, name)
         assert inspect.getdoc(value), name
+        assert pickle.loads(pickle.dumps(value)) is value  # executors take them
     assert set(ckptool.__all__) <= set(dir(ckptool))
 
 

@@ -49,7 +49,7 @@ from ckptool.formats import marks, members, part_of, sharded
 from ckptool.formats.checksums import checksums
 from ckptool.formats.folder import CODE, MEMBERS
 from ckptool.formats.pieces import DIFFERENT, NOT_COMPARED
-from ckptool.formats.zip.directory import LOCAL, Archive, Record, read_archive
+from ckptool.formats.zip.directory import LOCAL, Archive, Record, read_archive, record_of
 
 ALL, SOME, NONE = "all", "some", "none"
 # Bits of the exponent, in an integer of as many bytes: all set, it is infinite or no number.
@@ -411,7 +411,7 @@ def header_damage(checkpoint: Checkpoint) -> tuple[CkptoolError, bool] | None:
         try:
             record.confirm()
         except (Corrupt, Ambiguous) as error:
-            signature, *_, name, extra = LOCAL.unpack(record.archive.source.read(record.header, LOCAL.size))
+            signature, *_, name, extra = LOCAL.unpack(record.headers.source.read(record.header, LOCAL.size))
             leads_there = record.header + LOCAL.size + name + extra == record.data_at
             wrong.append((error, signature != b"PK\3\4" or not leads_there))
     return max(wrong, key=itemgetter(1), default=None)
@@ -452,16 +452,15 @@ def check_archive(archive: Archive, tree: Any) -> list[Problem]:
         check(record)
     is_intact = not unconfirmed and all(total == record.crc for record, total in zip(records, sums, strict=True))
     owners: dict[int, list[str]] = defaultdict(list)  # the addresses of the tensors in each record, by its id
-    by_data = {id(record.data): id(record) for record in records if record.is_used}
     starts = [start + record.data_at for record in records]
     for place, storage in _storages_by_address(tree) if not is_intact else ():  # it walks past every name
         data = storage.data
-        owner = by_data.get(id(data))
+        owner = record_of(data)
         if owner is None and isinstance(data, FileRange) and data.file is file:
             index = bisect_right(starts, data.offset) - 1
-            owner = id(records[index]) if index >= 0 else None
+            owner = records[index] if index >= 0 else None
         if owner is not None:
-            owners[owner].append(place)
+            owners[id(owner)].append(place)
     problems: list[Problem] = []
     for record, total in zip(records, sums, strict=True):
         location = (record.name, start + record.data_at, tuple(owners.get(id(record), ())))

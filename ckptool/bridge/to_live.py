@@ -81,7 +81,6 @@ class Builder:
     def build(self, *, is_own: bool = False) -> Any:
         """The value of the tree. is_own: its objects are the caller's, not a file's, and are not judged."""
         value = self.mapper.map(self.checkpoint.tree)
-        self.mapper.handlers = {}  # they refer to this builder; now its last use frees it, and the tensors
         if not is_own:
             thrown = uses(self.checkpoint.discarded)
             self.unknown += [(None, f"{use.name}, which is {use.how} and discarded") for use in thrown]

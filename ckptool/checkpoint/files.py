@@ -13,12 +13,13 @@ import errno
 import json
 import os
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from itertools import islice
-from typing import Any
+from typing import Any, SupportsIndex
 
 from ckptool.checkpoint.paths import file_problem, is_url
 from ckptool.commands import command, other_program
@@ -129,6 +130,19 @@ class Source:
 
     def __repr__(self) -> str:
         return f"Source({self.path!r})"
+
+    def __deepcopy__(self, _: object) -> Source:
+        return self  # one object closes a descriptor
+
+    def __reduce_ex__(self, _: SupportsIndex) -> tuple[Any, ...]:
+        """Another process opens the file again when it reads, and it has to be the same. Raises `UsageError` where it
+        has lost its name, and for `torch.save`, whose file would have that name in the place of the values."""
+        path = os.path.abspath(self.path) if self._descriptor is not None else self._path
+        if not self.is_at(path) or sys._getframe(1).f_globals.get("__name__") == "torch.serialization":
+            fix = "Write them by ckptool.save(tree, PATH), or read them first: ckptool.load(FILE), entry.torch()"
+            raise UsageError(f"values that are still in {self} cannot be pickled", "They were not read yet.", fix)
+        parts: Any = super().__reduce_ex__(2)
+        return *parts[:2], (None, {**parts[2][1], "_descriptor": None, "_path": path})
 
     def __del__(self, forget: Callable[[int, None], object] = shared.pop) -> None:
         if self._descriptor is None:
@@ -382,6 +396,9 @@ class Folder:
 
     def __repr__(self) -> str:
         return f"Folder({self.path!r})"
+
+    def __deepcopy__(self, _: object) -> Folder:
+        return self
 
     def __reduce__(self) -> tuple[type[Folder], tuple[str, str]]:
         """Another process gets its path, not the files that were opened."""

@@ -200,12 +200,16 @@ class GraphMapper:
         self.unfilled: list[Callable[[Of], None]] = []
 
     def map(self, root: Any) -> Any:
-        """The result for `root`, filled to the bottom."""
-        with no_collection():
-            result = self.of(root)
-            while self.unfilled:
-                self.unfilled.pop()(self.of)
-        return result
+        """The result for `root`, filled to the bottom. Once: then it forgets its handlers, which may refer to whoever
+        has it, and all that was read, since a cycle would keep files open and tensors in memory."""
+        try:
+            with no_collection():
+                result = self.of(root)
+                while self.unfilled:
+                    self.unfilled.pop()(self.of)
+                return result
+        finally:
+            vars(self).clear()
 
     def later(self, fill: Callable[[Of], None]) -> None:
         """Calls `fill` once all results that need their parts first exist."""

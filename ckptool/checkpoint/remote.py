@@ -19,7 +19,7 @@ from contextvars import Context, copy_context
 from email.utils import parsedate_to_datetime
 from errno import EACCES, ENOENT
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, SupportsIndex, TypeVar
 from urllib.parse import unquote
 from urllib.request import getproxies
 from weakref import ref
@@ -534,6 +534,9 @@ class RemoteSource(Source):
         if offset + len(buffer) > self.size:
             raise self.changed()
         self._object.read_into(offset, buffer)
+
+    def __reduce_ex__(self, _: SupportsIndex) -> tuple[Any, ...]:
+        return RemoteSource, (self.path,)
 
     def check_unchanged(self) -> None:
         self._object.check_unchanged()

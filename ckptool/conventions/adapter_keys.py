@@ -135,7 +135,8 @@ def is_factor(role: str) -> bool:
 def adapter_detail(node: Mapping[Any, Any]) -> str:
     """An adapter's state dict in words: `LoRA adapter, PEFT names, rank 8, of 24 modules (q_proj, v_proj)`.
 
-    Empty if it is none: at least a quarter of the keys of an adapter are factors.
+    Empty if it is none: at least a quarter of the keys of an adapter are factors, or all have PEFT's prefix and none is
+    a wrapped layer of the base (IA3, prompts, trained layers).
     """
     texts = [key for key in node if type(key) is str]
     factors = {key: of for key in texts if is_factor((of := adapter_key(key)).role)}

@@ -28,6 +28,7 @@ from ckptool.facts import dataclass, field, replace
 MAX_WIDTH = 1 << 20  # elements of a row
 MAX_STATE = 1 << 16  # bytes of bitsandbytes' JSON
 EXPONENTS = by_name("f8_e8m0fnu")  # the powers of two that scales of bytes are
+_CODES = ("i8", "u8", "i16", "i32", "u32")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -262,6 +263,8 @@ def scaled(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
     codes, scale = weight.parts["codes"], weight.parts["scale"]
     fits = is_f8(codes.dtype) or (codes.dtype.name == "i8" and not weight.keys[1].endswith("_inv"))
     require(fits, f"codes of type {codes.dtype}")
+    is_told = is_f8(codes.dtype) or scheme.method or scheme.blocks
+    require(bool(is_told), "int8 codes, of 8 bits or twice 4: only a quantization_config in config.json says which")
     if scale.dtype.name == "u8" and not scheme.blocks:
         scheme = replace(scheme, blocks=frozenset({(1, 32)}))  # the microscaling formats'
     kind = "int8" if codes.dtype.name == "i8" else "fp8"
@@ -273,7 +276,7 @@ def _int8(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
     fits = codes.dtype.name == "i8" and len(codes.shape) == 2 and scale.shape == codes.shape[:1]
     fits = fits and (layout is None or (layout.numel == 1 and not any(layout.bytes())))  # 0: by rows
     require(fits, f"codes, SCB and weight_format {_shaped(*weight.parts.values())}")
-    checked = scaled(replace(weight, parts={"codes": codes, "scale": scale}), Scheme())
+    checked = scaled(replace(weight, parts={"codes": codes, "scale": scale}), Scheme("bitsandbytes"))
     return replace(checked, codes="int8", kind="bitsandbytes int8")
 
 
@@ -420,6 +423,7 @@ _PART = re.compile(
     r"|_(?:scale_inv|blocks|scales|packed)$"
 )
 _SCALE = re.compile(r"weight.*scale|scale.*weight|^_?scale|^w_scale")
+_WEIGHT = re.compile(r"(?:^|\.)weight$|_proj$")
 _FAR = re.compile(r"(?:^|\.)(?:weight_(?:\w*scale\w*|packed)|scale_weight|scaled_fp8|_scale)$|_proj_scale_inv$")
 
 
@@ -469,7 +473,7 @@ def find_quantized(tree: Mapping[Any, Any], config: Mapping[str, Any], metadata:
             except CkptoolError as error:
                 problem = f"{name}: {error.what}"
         result.problems += [problem] if problem else []
-    if not (result or scheme.method or _is_scaled(tree)):
+    if not (codes := _certain_codes(tree)) and not (result or scheme.method):
         return result
     # Scales of activations; and the parts of weights, and codes, that belong to nothing that is known.
     names = {name for weight in result.weights for name in (weight.name, weight.keys[0])}
@@ -483,24 +487,27 @@ def find_quantized(tree: Mapping[Any, Any], config: Mapping[str, Any], metadata:
         module = key.rpartition(".")[0]
         if _ACTIVATION.search(key) and module in modules and (value.numel == 1 or f"{module}.weight" in names):
             result.left_out.append(key)
-        elif _PART.search(key) or (not key.endswith("bias") and any(begins)):
+        elif _PART.search(key) or (not key.endswith("bias") and (f"{module}.weight" in names or any(begins))):
             result.problems.append(f"{key} belongs to no weight in the file")
-        elif is_f8(value.dtype) or (_are_codes(value) and re.search(r"(?:^|\.)weight$|_proj$", key)):
+        elif is_f8(value.dtype) or key in codes:
             result.problems.append(f"{key} is of type {value.dtype}, and has no known scale")
     return result
 
 
 def may_be_quantized(tree: Mapping[Any, Any]) -> bool:
     """False for a state dict with no key and no type of a quantized weight, without a look at anything else."""
-    return any(type(key) is str and (key.endswith(_MARKERS) or _is_f8(value)) for key, value in tree.items())
-
-
-def _is_f8(value: Any) -> bool:
-    return isinstance(value, TensorEntry) and is_f8(value.dtype)
+    return any(
+        type(key) is str and (key.endswith(_MARKERS) or _is_matrix_of_codes(value)) for key, value in tree.items()
+    )
 
 
 def _are_codes(value: Any) -> bool:
-    return isinstance(value, TensorEntry) and (value.dtype.name in ("i8", "u8", "i32") or is_f8(value.dtype))
+    return isinstance(value, TensorEntry) and (value.dtype.name in _CODES or is_f8(value.dtype))
+
+
+def _is_matrix_of_codes(value: Any) -> bool:
+    """True for codes, of integers only where there are rows of them: a counter is none."""
+    return _are_codes(value) and (is_f8(value.dtype) or len(value.shape) > 1)
 
 
 Named = tuple[str, QuantizedFormat, dict[str, str], Scheme | None]
@@ -550,11 +557,14 @@ def _present(tree: Mapping[Any, Any], keys: dict[str, str]) -> dict[str, str]:
     return {role: key for role, key in keys.items() if isinstance(tree.get(key), TensorEntry)}
 
 
-def _is_scaled(tree: Mapping[Any, Any]) -> bool:
-    """True where a float8 tensor has a weight scale beside it, under any name, or of a known name anywhere."""
-    modules = {key.rpartition(".")[0] for key, value in tree.items() if type(key) is str and _is_f8(value)}
-    return any(
-        _FAR.search(key) or (key.rpartition(".")[0] in modules and _SCALE.search(key.rpartition(".")[2]))
-        for key, value in (tree.items() if modules else ())
-        if type(key) is str and not _is_f8(value)
-    )
+def _certain_codes(tree: Mapping[Any, Any]) -> set[str]:
+    """The codes that are no weights by themselves: integers called a weight, and float8 or integers with a weight scale
+    beside them, under any name, or, for float8, of a known name anywhere."""
+    codes = {key: value for key, value in tree.items() if type(key) is str and _is_matrix_of_codes(value)}
+    is_float8 = {key for key, value in codes.items() if is_f8(value.dtype)}
+    places = [key.rpartition(".") for key in (tree if codes else ()) if type(key) is str and key not in is_float8]
+    modules = {module for module, _, name in places if _SCALE.search(name)}
+    far = any(_FAR.search("".join(place)) for place in places)
+    return {
+        key for key in codes if key.rpartition(".")[0] in modules or (far if key in is_float8 else _WEIGHT.search(key))
+    }

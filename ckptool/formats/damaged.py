@@ -32,7 +32,7 @@ from ckptool.formats import marks, safetensors, torch_zip
 from ckptool.formats.checksums import checksums
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
-from ckptool.formats.zip.directory import CENTRAL, DESCRIPTOR, DESCRIPTOR64, FULL, LOCAL, Archive, Record
+from ckptool.formats.zip.directory import CENTRAL, DESCRIPTOR, DESCRIPTOR64, FULL, LOCAL, Archive, Headers, Record
 from ckptool.pickles.decode import decode
 
 _FEW, _CHUNK = 4 << 10, 1 << 20  # bytes searched at a time: at first, and from then on
@@ -240,7 +240,7 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
         why = {record: NO_NAME for record in records if record is not pickle and not _agrees(record, name_alone=True)}
     elif walk is not None:
         archive, records, how, why = walk.archive, walk.records, BY_HEADERS, walk.why
-    proven = archive.has_checksums = any(record.crc for record in records)
+    proven = archive.headers.has_checksums = any(record.crc for record in records)
     for record in records:
         record.is_confirmed = True  # as far as it ever will be
     summed = [record for record in records if record not in why]
@@ -327,7 +327,7 @@ class _Walk:
 
     def __init__(self, source: Source, budget: int, max_records: int = directory.MAX_ENTRIES) -> None:
         self.source, self.budget = source, budget
-        self.archive = Archive(source, 0, 0, b"", has_checksums=False)
+        self.archive = Archive(Headers(source, has_checksums=False), 0, 0, b"")
         self.records: list[Record] = []
         self.why: dict[Record, str] = {}
         self.root, self.sizes, self.listed = "", dict[str, int](), list[str]()
@@ -345,7 +345,7 @@ class _Walk:
     def _peek(self, at: int, length: int) -> bytes:
         """Up to `length` bytes, fewer at the end of the file."""
         at = min(at, self.source.size)
-        return self.archive.peek(at, min(length, self.source.size - at))
+        return self.archive.headers.peek(at, min(length, self.source.size - at))
 
     def _add_record(self, at: int) -> int:
         """Adds the record whose header is at `at`, if a usual one is there; gives the byte at which to go on."""
@@ -362,7 +362,7 @@ class _Walk:
         if FULL in (stored, size):
             size, stored, _ = directory.zip64_values(extra, size, stored, 0) or (size, stored, 0)
         data_at = at + LOCAL.size + name_size + extra_size
-        record = Record(self.archive, name, b"", flags, method, crc, stored, size, at, data_at=data_at)
+        record = Record(self.archive.headers, name, b"", flags, method, crc, stored, size, at, data_at=data_at)
         record.is_confirmed = True
         if self.state is not None and (name in self.state.records) != _is_pickle(name):
             self.goes_on = True
@@ -387,7 +387,7 @@ class _Walk:
         if not self.root and _is_pickle(name) and self.pickles < MOST_PICKLES:
             self.pickles += 1
             # The storages and their sizes, of a pickle that its checksum proves.
-            lossy = _Lossy(Archive(self.source, 0, 0, b"", has_checksums=False), ())
+            lossy = _Lossy(Archive(Headers(self.source, has_checksums=False), 0, 0, b""), ())
             with suppress(CkptoolError):
                 data = record.contents(torch_zip.inflated_limit(record.stored))
                 if record.crc in (0, zlib.crc32(data)):
@@ -476,7 +476,7 @@ class _Lossy:
         record = self.archive.records.get(name)
         if size >= 0 and (record is None or (record.size != size and name not in self.lost)):
             why = self.reasons.get(name) or LostRecord(name, None, size, MISSING if record is None else HEADER)
-            record = self.archive.records[name] = Record(self.archive, name, b"", 0, 0, 0, size, size, 0)
+            record = self.archive.records[name] = Record(self.archive.headers, name, b"", 0, 0, 0, size, size, 0)
             self.lost[name] = replace(why, nbytes=size)
-            record._data, record.is_used = Computed(size, NotThere(self.lost[name])), True
+            record.lost = Computed(size, NotThere(self.lost[name]))
         return record

@@ -60,10 +60,7 @@ class Memory(LiveReader):
         raise UsageError(f"{what} is not a file, a dictionary of tensors, a module or a checkpoint", "", fix)
 
     def read(self, tree: Any) -> Any:
-        try:
-            node = self.mapper.map(tree)
-        finally:
-            del self.mapper  # which holds this object, and all that was read
+        node = self.mapper.map(tree)
         self.refusal = self._refusal(node) if self.refused else None
         return node
 

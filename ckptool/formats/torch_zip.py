@@ -148,7 +148,7 @@ def inflated_limit(stored: int) -> int:
 
 def decoded_record(record: Record, storages: RecordStorages, builders: Mapping[Global, Builder] = BUILDERS) -> Decoded:
     """The pickle in a record; raises `Ambiguous` for bytes after its end, and what `decode` raises."""
-    source, name = record.archive.source, record.name.partition("/")[2]
+    source, name = record.headers.source, record.name.partition("/")[2]
     data = record.contents(inflated_limit(record.stored))
     decoded = decode(data, storages.load, builders, name=f"{source}: {name}", file_bytes=source.size)
     if decoded.end != len(data):
@@ -325,9 +325,8 @@ class _Keys:
     """The keys of storages in a new archive; `used`: the old records among them, `fresh`: the new ones."""
 
     def __init__(self, origin: Origin | None) -> None:
-        records = origin.archive.records if origin else {}
+        self.records = records = origin.archive.records if origin else {}
         self.root = root = origin.root if origin else "archive/"
-        self.records = {id(record.data): record for record in records.values() if record.is_used}
         self.keys: dict[int, str] = {}  # id of a Storage -> its key
         self.fresh: list[tuple[str, Storage]] = []
         self.used: set[Record] = set()
@@ -338,8 +337,8 @@ class _Keys:
         stay two)."""
         key = self.keys.get(id(storage))
         if key is None:
-            record = self.records.get(id(storage.data))
-            if record is None or record in self.used:
+            record = directory.record_of(storage.data)
+            if record is None or record in self.used or record is not self.records.get(record.name):
                 key = next(self.free)
                 self.fresh.append((key, storage))
             else:

@@ -74,10 +74,7 @@ class LiveReader:
         self.name_of = cache(name_of)  # a lookup may have to search all modules
 
     def read(self, tree: Any) -> Any:
-        try:
-            result = self.mapper.map(tree.tree if isinstance(tree, Checkpoint) else tree)
-        finally:
-            del self.mapper  # which refers to this object and everything that was read
+        result = self.mapper.map(tree.tree if isinstance(tree, Checkpoint) else tree)
         if self.refused:
             raise self._refusal(result)
         return result

@@ -300,7 +300,7 @@ class Run:
         self._drawn = set(rank["now"]) - {"generators"}
         self.position.restore(tree["data_state"], rank)
         values, self._goes_on = to_cpu(tree["values"], copied=True), False
-        self._resumed = _Resumed(where, values, self._capture(self.objects.generators))
+        self._resumed = _Resumed(where, values, self._capture(self.objects.generators), self.objects.options())
         self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
 
     def _take(self, tree: dict[str, Any], where: str) -> None:
@@ -510,9 +510,16 @@ class Run:
                 f"run[{name!r}] was set between ckptool.Run(…) and the loop, but this run is resumed: the saved value "
                 f"is used; write: if not run.resumed: run[{name!r}] = …"
             )
+        inside = nested and self.position.batch > 0
+        options = self.objects.options() if inside else {}
+        if names := [printable(name) for name, groups in options.items() if groups != resumed.options[name]]:
+            self._say_once(
+                f"an option of {listed(names)} was set between ckptool.Run(…) and the loop, but this run is resumed "
+                "inside an epoch: the saved value is used; set it in a step of the loop"
+            )
         if self.position.epoch if nested else self.step:
             self._say_counted()
-        self._resumed = resumed._replace(random=None) if nested and self.position.batch else None
+        self._resumed = resumed._replace(random=None) if inside else None
         now = self._capture(self.objects.generators)
         if self._seed is None and resumed.random is not None and rng.moved(now, resumed.random):
             self._say_once(
@@ -709,6 +716,7 @@ class _Resumed(NamedTuple):
     path: str
     values: dict[str, Any]
     random: rng.State | None
+    options: dict[str, list[dict[str, Any]]]
 
 
 def _world(objects: Objects) -> World:

@@ -8,8 +8,8 @@ base, of which TIES (arXiv:2306.01708) keeps the largest and DARE (arXiv:2311.03
     dare  as in the paper and in peft: the differences kept are divided by the density
 
 Means are summed in f64, those of 8- and 16-bit floats in f32; differences are computed in f32 (in f64 for f64), where
-mergekit uses the tensors' own type. Every result is rounded once, at the end, as torch rounds. Counters and booleans
-have no mean: they are the last file's.
+mergekit uses the tensors' own type. Every result is rounded once, at the end, as torch rounds. Counters have no
+mean: they are the last file's; integers and other values of more than one number have to be the same in all.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ckptool.checkpoint.arrays import elementwise, fold
 from ckptool.checkpoint.dtypes import Array, by_name, numbers, rounded, scratch
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numpy_arrays import array_entry
+from ckptool.checkpoint.tree import tensors
 from ckptool.commands import OUT, Command, arg, command
 from ckptool.conventions.state_dicts import bare
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed
@@ -413,15 +414,21 @@ def average(
     tree = same_kind(last, {})
     from_last, averaged = dict[str, str](), 0
     for key, value in last.items():
-        kind = value.kind if isinstance(value, Composite) else ""
-        array = None if isinstance(value, (TensorEntry, Composite)) else array_entry(value)
-        if array is not None and array.dtype.is_float:
+        entry = value if isinstance(value, TensorEntry) else array_entry(value)
+        kind = ""  # of what has no mean, and belongs to the other tensors; a counter, which is one number, does not
+        if isinstance(value, Composite):
+            kind = value.kind
+        elif entry is None:
+            kind = type(value).__name__ if any(True for _ in tensors(value)) else ""
+        elif not (entry.dtype.is_float or entry.dtype.name in _COMPONENTS):
+            kind = f"of type {entry.dtype.name}" if entry.numel > 1 else ""
+        elif entry is not value:
             kind = "an array of numpy"
         earlier = (Checkpoint({"": node[key]}, DEFAULT) for node in nodes[:-1])
         if kind and not all(diff(other, Checkpoint({"": value}, DEFAULT), statistics=False).same for other in earlier):
-            what = f"{key!s} is a special tensor ({kind}); its mean cannot be computed"
+            what = f"{key!s} is a special tensor ({kind}), and differs between the files; its mean cannot be computed"
             fix = "Give it as a plain tensor: tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), "
-            fix += "torch.from_numpy(array)"
+            fix += f"torch.from_numpy(array). Leave it out: {command('convert', names[0], exclude=str(key), out=OUT)}"
             raise Unsupported(what, "The last file's values would end up among the means. Nothing was written.", fix)
         tree[key] = value
         if not isinstance(value, TensorEntry):

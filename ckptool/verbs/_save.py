@@ -541,7 +541,7 @@ def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
             fix = f"Write only its weights, then change those: {weights}"
         what = f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot"
         raise Unsupported(what, "Without its program the file would no longer be that model. Nothing was written.", fix)
-    if checkpoint.container == "torchscript" and container.name == formats.DEFAULT:
+    if checkpoint.container != container.name == formats.DEFAULT:
         classes = [node.name for node in visit(checkpoint.tree) if type(node) is Object]
         if scripted := [name for name in dict.fromkeys(classes) if name.startswith("__torch__.")]:
             what = f"{source}: {listed(scripted, 3)} {form(len(scripted), 'is', 'are')} made by its program alone"

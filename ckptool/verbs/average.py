@@ -55,7 +55,8 @@ def average(
 ) -> Written | Any:
     """Writes the mean of one set of weights over several files: equal shares, `weights`, or a moving average (`ema`).
 
-    The files are read side by side, in pieces. Counters and booleans are the last file's, and listed.
+    The files are read side by side, in pieces. Counters are the last file's, and listed.
+    Other integers, and values that hold tensors, have to be the same in all.
     `slerp` is between two files, at `t`, 0 to 1; `task-arithmetic`, `ties` (mergekit's) and `dare` add differences from
     `base`, times `scale`; the density is that of all files, or of each.
     Raises `Conflict` naming the keys, shapes and types that do not agree, `UsageError` for fewer than two files.

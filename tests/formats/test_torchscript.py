@@ -196,6 +196,10 @@ def test_what_is_written_of_attributes_loads_and_what_is_printed_runs(name: str,
         torch.load(tmp_path / "out.pt")
     else:
         assert "made by its program alone" in done.err
+        kept = tmp_path / "kept.safetensors"  # what ckptool keeps there is no more of a torch file on its way back
+        assert run("convert", f"{file}#attributes", "-o", kept, "--all").code == 0
+        back = run("convert", kept, "-o", tmp_path / "out.pt", "--all")
+        assert back.code == 2 and "made by its program alone" in back.err and not (tmp_path / "out.pt").exists()
     fix = run("bundle", f"a={file}", "-o", tmp_path / "out.tar").err.rpartition(": ckptool ")[2]
     assert run(*shlex.split(fix.replace("OUT", str(tmp_path / "weights")))).code == 0, fix
     assert (tmp_path / "weights.safetensors").exists() == bool(expected)

@@ -22,7 +22,7 @@ from ckptool.formats import checksums as module
 from ckptool.formats import read, torch_zip
 from ckptool.formats.checksums import checksums, crc_combine
 from ckptool.formats.zip import directory
-from ckptool.formats.zip.directory import CENTRAL, END, END64, LOCAL, LOCATOR, Archive, Record
+from ckptool.formats.zip.directory import CENTRAL, END, END64, LOCAL, LOCATOR, Headers, Record
 from ckptool.formats.zip.writer import end_records, moved_entry
 from ckptool.output.sink import Sink
 from fixtures.make import make_all
@@ -83,8 +83,8 @@ def test_zip64_sizes_that_would_fit_32_bits_keep_their_fields(wide: tuple[int, i
     full = 0xFFFFFFFF
     narrow = [full if value > (1 << 31) - 1 else value for value in (stored, size, header)]
     fixed = CENTRAL.pack(b"PK\x01\x02", 45, 45, 0, 8, 0, 0, 7, narrow[0], narrow[1], 1, 0, 0, 0, 0, 0, narrow[2])
-    archive = Archive(Source(written(b"x", tmp_path / "a")), 0, 0, b"")
-    record = Record(archive, "r", fixed, 0, 8, 7, stored, size, header, full in narrow)
+    headers = Headers(Source(written(b"x", tmp_path / "a")))
+    record = Record(headers, "r", fixed, 0, 8, 7, stored, size, header, full in narrow)
     for place in (64, 6 << 30):
         raw = moved_entry(record, place)
         file = Source(written(raw + end_records(1, 0, len(raw)), tmp_path / "b"))

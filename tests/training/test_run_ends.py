@@ -268,6 +268,28 @@ def test_a_value_that_is_set_again_before_the_loop_does_not_overwrite_the_saved_
         assert run["best"] == 2.0 and "best" in run and run.get("other", 3) == 3
 
 
+@pytest.mark.parametrize("kill", range(1, 7))
+def test_an_option_that_is_set_before_the_loop_is_in_use_or_named(tmp_path: Path, kill: int) -> None:
+    """Resumed between epochs it is used; inside an epoch the saved one is, and a note says so."""
+    said, rates = list[str](), list[float]()
+    for until, rate in ((kill, 0.25), (None, 0.125)):
+        seeded()
+        own = parts()
+        optimizer = own["optimizer"]
+        own["scheduler"] = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        said.clear()
+        rates.clear()
+        with suppress(Killed), Run(tmp_path, say=said.append, **own) as run:
+            optimizer.param_groups[0]["lr"] = rate
+            for _ in run.epochs(3):
+                for _ in run.batches([torch.ones(4, 4)] * 3):
+                    rates.append(optimizer.param_groups[0]["lr"])
+                    run.save()
+                    kill_at(run, until)
+    noted = [line for line in said if "an option of optimizer was set between" in line]
+    assert rates == [0.25 if noted else 0.125] * (10 - kill) and bool(noted) == (kill % 3 != 1)
+
+
 def test_the_first_save_says_what_is_in_it_and_what_was_seen_and_is_not(tmp_path: Path) -> None:
     seeded()
     own, said = parts(), list[str]()

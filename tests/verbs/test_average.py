@@ -264,3 +264,25 @@ def test_what_is_left_out_of_several_files_is_named_once(tmp_path: Path) -> None
     files = [saved(each, tmp_path / f"{number}.pt") for number, each in enumerate(sets)]
     lines = [line for line in ckptool.average(files, tmp_path / "out.pt").details if "left out" in line]
     assert lines == [f"left out (the input keeps it): {names}" for names in ("ema (8 B)", "epoch, step")]
+
+
+@looped("seed", range(30))
+def test_what_has_no_mean_and_differs_is_refused(seed: int, tmp_path: Path) -> None:
+    """Codes, indices, and tensors inside of other values: only what is the same in all files is taken from the last."""
+    torch.manual_seed(seed)
+    dtypes = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool]
+
+    def value() -> Any:
+        codes = torch.randint(0, 2, (seed % 3 + 2, 9)).to(dtypes[seed % len(dtypes)])
+        return [codes, (torch.ones(3), codes), codes.numpy(), {"inner": [codes]}][seed % 4]
+
+    one, two = value(), value()
+    states = [
+        {"a.weight": torch.randn(3, 3), "a.bias": torch.ones(3), "count": torch.tensor(step), "x": x}
+        for step, x in ((1, one), (2, two), (3, one))
+    ]
+    paths = numbered_files(tmp_path, states)
+    refused("unsupported", tmp_path, lambda: ckptool.average(paths[:2], tmp_path / "o.pt"), "x is a special tensor")
+    refused("unsupported", tmp_path, lambda: ckptool.average(paths, tmp_path / "o.pt"), "x is a special tensor")
+    ckptool.average([paths[0], paths[2]], tmp_path / "o.pt")
+    assert ckptool.load(tmp_path / "o.pt")["count"] == 3

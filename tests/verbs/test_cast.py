@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
+from ckptool.analysis.outline import memory_needs
 from ckptool.analysis.quantization import quantized_in
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import Ambiguous, CkptoolError, Conflict, NoMatch, Unsupported, UsageError
@@ -187,6 +188,14 @@ def test_torchao_by_the_type_in_the_metadata(tmp_path: Path) -> None:
     assert torch.equal(weight("Int8Tensor", qdata=codes, scale=scale), codes * wide)
     found = weight("IntxUnpackedToInt8Tensor", qdata=codes, scale=scale, zero_point=zeros)
     assert torch.equal(found, (codes - points) * wide)
+    file = torchao(tmp_path, "Int8Tensor", qdata=codes, scale=scale)
+    for rename in (  # which the names in the metadata would not follow
+        lambda: ckptool.add_module(file, out, overwrite=True),
+        lambda: ckptool.rename(file, ["a.* => b.*"], out, overwrite=True),
+        lambda: ckptool.translate(file, "a.bias => b.bias", out, rest="keep", overwrite=True),
+    ):
+        with pytest.raises(Unsupported, match="by name in its metadata"):
+            rename()
     with pytest.raises(Unsupported, match="torchao's Int4Tensor"):
         weight("Int4Tensor", qdata=codes, scale=scale)
     with pytest.raises(Unsupported, match="torchao's Float8Tensor"):
@@ -421,3 +430,49 @@ def test_the_same_model_takes_all_parts_whatever_they_are(tmp_path: Path) -> Non
         torch.save(apart, tmp_path / "apart.pt")
         with pytest.raises(Unsupported, match="is quantized"):
             ckptool.warm_start(file, tmp_path / "apart.pt")
+
+
+UNKNOWN: list[tuple[dict[str, torch.dtype], str]] = [  # the parts of a weight, as their libraries name them; method
+    ({"W_q": torch.uint8, "scale": torch.float16, "zero": torch.float16}, "hqq"),
+    ({"W_q": torch.int32, "scale": torch.float16, "zero": torch.float16}, "hqq"),
+    ({"weight": torch.int8, "weight_scales": torch.float16}, "eetq"),
+    ({"weight._data": torch.int8, "weight._scale": torch.float16}, "quanto"),
+    ({"weight._data": torch.uint8, "weight._scale": torch.float16, "weight._shift": torch.float16}, "quanto"),
+    ({"weight": torch.uint32, "scales": torch.float16, "biases": torch.float16}, "mlx"),
+    ({"weight": torch.int16, "tables": torch.float16}, "higgs"),
+    ({"codes": torch.int16, "codebooks": torch.float16, "scales": torch.float16}, "aqlm"),
+    ({"weight": torch.int8, "scaler": torch.float32}, ""),
+    ({"weight": torch.int8, "weight.scale": torch.float32}, "deepspeed"),
+    ({"weight": torch.int8, "weight_scale": torch.float16}, ""),  # 8 bits, or ChatGLM's 4, two in each
+    ({"weight_quantized": torch.int8, "weight_scale": torch.float32}, ""),
+    ({"weight": torch.uint8, "weight_scale": torch.float8_e4m3fn, "weight_scale_2": torch.float32}, "modelopt"),
+    ({"weight": torch.float8_e4m3fn, "weight_scale": torch.float32, "comfy_quant": torch.uint8}, ""),
+]
+
+
+@looped(
+    ("parts", "method", "config"),
+    [(*pair, told) for pair in UNKNOWN for told in (False, True) if told <= bool(pair[1])],
+)
+def test_codes_of_unknown_formats_are_no_weights(
+    parts: dict[str, torch.dtype], method: str, config: bool, tmp_path: Path
+) -> None:
+    """Neither computed from, cast, averaged nor loaded; and no parameters are counted."""
+    plain = {"model.q.weight": torch.randn(8, 8), "model.norm.weight": torch.ones(8)}
+    for name in "ab":
+        values = {f"model.q.{end}": torch.randint(0, 99, (8, 8)).to(dtype) for end, dtype in parts.items()}
+        save_file({**values, "model.norm.weight": torch.ones(8)}, tmp_path / f"{name}.safetensors")
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
+    file, other, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors", tmp_path / "out.safetensors"
+    report = ckptool.inspect(file)
+    assert memory_needs(report).parameters is None and any(note.code.startswith("quantized") for note in report.notes)
+    for call in (
+        lambda: ckptool.cast(file, out, dtype="bf16", dequantize=True),
+        lambda: ckptool.cast(file, out, dtype="bf16"),
+        lambda: ckptool.average([file, other], out),
+        lambda: ckptool.warm_start(file, saved(plain, tmp_path / "plain.pt"), out, min_loaded=0),
+    ):
+        with pytest.raises(Unsupported, match="quantized"):
+            call()
+        assert not out.exists()

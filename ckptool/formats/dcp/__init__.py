@@ -80,8 +80,9 @@ def read(source: Input) -> Checkpoint:
             tensor = joiner.replicated(name, chunks)
         else:
             tensor = joiner.tensor(name, value.shape, value.dtype, chunks)
+        flags, grad = tensor.flags, value.requires_grad  # one object for all that are equal
         # Names that are tied are two tensors.
-        values[name] = tensor.with_flags(tensor.flags._replace(requires_grad=value.requires_grad))
+        values[name] = tensor.with_flags(flags if flags.requires_grad == grad else flags._replace(requires_grad=grad))
     untied = _check_steps(tables, values)
     tree, mark, notes, aside = tree_pickle.restored(values)
     if tree is None:

@@ -65,27 +65,13 @@ _INFLATED = 1 << 18  # bytes at a time
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Archive:
-    """A zip archive's directory. Not changed once `read_archive` has returned it.
-
-    directory, end: where the central directory begins, and the byte after the end records.
-    records: by name, in the order of the directory.  superseded: bytes that earlier in-place edits left inside.
-    edits: how many there were.  notes: what is unusual about it.
-    """
+class Headers:
+    """The headers in front of an archive's records, which know this but not each other: a cycle would keep the file
+    open after its last use. has_checksums: any of the records has one."""
 
     source: Readable
-    directory: int
-    end: int
-    end_records: bytes
-    records: dict[str, Record] = field(default_factory=dict)
     has_checksums: bool = True
-    superseded: int = 0
-    edits: int = 0
-    notes: list[Note] = field(default_factory=list)
     _window: tuple[int, bytes] = (0, b"")  # what was read last, and where
-
-    def by_offset(self) -> list[Record]:
-        return sorted(self.records.values(), key=attrgetter("header"))
 
     def peek(self, at: int, length: int) -> bytes:
         """Bytes of headers, read with what follows, as the next header is often near. Raises as `source.read` does."""
@@ -98,14 +84,44 @@ class Archive:
 
 
 @dataclass(slots=True, eq=False, repr=False)
+class Archive:
+    """A zip archive's directory. Not changed once `read_archive` has returned it.
+
+    directory, end: where the central directory begins, and the byte after the end records.
+    records: by name, in the order of the directory.  superseded: bytes that earlier in-place edits left inside.
+    edits: how many there were.  notes: what is unusual about it.
+    """
+
+    headers: Headers
+    directory: int
+    end: int
+    end_records: bytes
+    records: dict[str, Record] = field(default_factory=dict)
+    superseded: int = 0
+    edits: int = 0
+    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def source(self) -> Readable:
+        return self.headers.source
+
+    @property
+    def has_checksums(self) -> bool:
+        return self.headers.has_checksums
+
+    def by_offset(self) -> list[Record]:
+        return sorted(self.records.values(), key=attrgetter("header"))
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Record:
     """An entry of the directory. Sizes and offsets in bytes; `data_at` is not certain before `confirm`.
 
     central: the 46 fixed bytes of its entry.  header: the byte of its local header.  zip64: it has 64-bit values.
-    end: the byte after its descriptor.  is_used: somebody has asked for its data.
+    end: the byte after its descriptor.  is_used: somebody has asked for its data.  lost: what stands for it.
     """
 
-    archive: Archive
+    headers: Headers
     name: str
     central: bytes
     flags: int
@@ -120,27 +136,28 @@ class Record:
     end: int = 0
     is_used: bool = False
     is_confirmed: bool = False
-    _data: Data | None = None
+    lost: Data | None = None
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def data(self) -> Data:
-        """The record's contents, inflated if need be, not read yet. Always the same object."""
-        if self._data is None:
-            source = self.archive.source
-            raw = FileRange(source.file, source.start + self.data_at, self.stored, self.confirm)
-            self._data, self.is_used = inflated(self, raw) if self.method else raw, True
-        return self._data
+        """The record's contents, inflated if need be, not read yet."""
+        self.is_used = True
+        if self.lost is not None:
+            return self.lost
+        source = self.headers.source
+        raw = FileRange(source.file, source.start + self.data_at, self.stored, self.confirm)
+        return Computed(self.size, _Inflated(self, raw).read) if self.method else raw
 
     def contents(self, limit: int) -> bytes:
         """All of a small record, its checksum verified (unless the archive has none)."""
         if self.size > limit:
-            what = f"{self.archive.source}: {self} is {self.size:,} bytes when unpacked; the limit is {limit:,}"
+            what = f"{self.headers.source}: {self} is {self.size:,} bytes when unpacked; the limit is {limit:,}"
             raise LimitExceeded(what, "Real records of this kind are never that large; the file is probably malicious.")
         data = self.data.read(0, self.size)
-        if self.archive.has_checksums and zlib.crc32(data) != self.crc:
+        if self.headers.has_checksums and zlib.crc32(data) != self.crc:
             self.wrong("does not match its checksum")
         return data
 
@@ -148,7 +165,7 @@ class Record:
         """Compares the record's own header and descriptor with the directory; raises `Ambiguous` or `Corrupt`."""
         if self.is_confirmed:
             return
-        source, peek, name = self.archive.source, self.archive.peek, self.name.encode()
+        source, peek, name = self.headers.source, self.headers.peek, self.name.encode()
         head = peek(self.header, min(LOCAL.size + len(name), source.size - self.header))
         if len(head) < LOCAL.size or head[:4] != b"PK\x03\x04":
             self.wrong(f"has no header at byte {self.header:,}")
@@ -181,7 +198,7 @@ class Record:
         self.is_confirmed = True
 
     def wrong(self, what: str) -> NoReturn:
-        raise Corrupt(f"{self.archive.source}: the record {self} {what}", "The archive is damaged or malicious.")
+        raise Corrupt(f"{self.headers.source}: the record {self} {what}", "The archive is damaged or malicious.")
 
 
 def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool = True) -> Archive:
@@ -225,8 +242,9 @@ def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool 
         message = f"an in-place edit was interrupted; {excess} after the archive are not part of it"
         archive.notes.append(Note("interrupted-edit", message))
     # Harmless here, where nothing is unpacked; to be known before another program unpacks it.
-    is_safe = re.search(LEADS_ELSEWHERE, "\n".join(archive.records)) is None  # one search for 50,000 names
-    unsafe = [] if is_safe else [name for name in archive.records if re.search(LEADS_ELSEWHERE, name)]
+    together = "\n".join(["", *archive.records])  # a quick look at 50,000 names
+    seems_unsafe = any(sign in together for sign in ("..", "\\", ":", "\n/"))
+    unsafe = [name for name in archive.records if re.search(LEADS_ELSEWHERE, name)] if seems_unsafe else []
     if unsafe:
         what = f"{counted(len(unsafe), 'record name')} could lead another program out of its folder"
         archive.notes.append(Note("unsafe-record-names", f"{what}: {listed(unsafe, 3)}"))
@@ -332,7 +350,7 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
     if count > MAX_ENTRIES or size > MAX_DIRECTORY:
         what = f"{source}: a zip directory of {entries} and {size:,} bytes"
         raise LimitExceeded(what, f"At most {MAX_ENTRIES:,} entries and {MAX_DIRECTORY:,} bytes are read.")
-    archive = Archive(source, offset, records_end, end_records)
+    archive = Archive(headers := Headers(source), offset, records_end, end_records)
     directory = source.read(offset, size)
     unpack, fixed, records, at = CENTRAL.unpack_from, CENTRAL.size, archive.records, 0
     try:
@@ -360,7 +378,7 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
             if flags & _HAS_DESCRIPTOR:  # as torch writes it
                 descriptor = DESCRIPTOR64.size if zip64 else DESCRIPTOR.size
             central = directory[at:name_at]
-            record = Record(archive, name, central, flags, method, crc, stored, size, header, zip64, descriptor)
+            record = Record(headers, name, central, flags, method, crc, stored, size, header, zip64, descriptor)
             records[name] = record
             if attributes & _FOLDER:
                 _check_folder(record)
@@ -379,7 +397,7 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
                 raise Ambiguous(f"{source}: the record name {name} holds a NUL")
             if name.endswith("/"):
                 _check_folder(record)
-    archive.has_checksums = any(record.crc for record in records.values())
+    headers.has_checksums = any(record.crc for record in records.values())
     return archive
 
 
@@ -400,7 +418,7 @@ def _misplaced(source: Readable, by: int, what: str) -> CkptoolError:
 
 def _check_folder(record: Record) -> None:
     if record.size:
-        raise Ambiguous(f"{record.archive.source}: the record {record} is marked as a folder but has contents")
+        raise Ambiguous(f"{record.headers.source}: the record {record} is marked as a folder but has contents")
 
 
 def _refuse_entry(archive: Archive, signature: bytes, flags: int, method: int, disk: int, name: bytes) -> NoReturn:
@@ -603,36 +621,47 @@ def _is_torn_edit(archive: Archive) -> bool:
 # Inflating -----------------------------------------------------------------------------------------------------------
 
 
-def inflated(record: Record, raw: FileRange) -> Computed:
+class _Inflated:
     """The bytes of a deflated record, quickest front to back; going back starts over.
 
     Each thread reads at a place of its own: one may read ahead while another checks the sum.
     """
-    threads = threading.local()
 
-    def read(offset: int, length: int) -> bytes:
-        at, rest, chunks = threads.__dict__.pop("place", (0, memoryview(b""), None))
+    def __init__(self, record: Record, raw: FileRange) -> None:
+        self.record, self.raw, self.threads = record, raw, threading.local()
+
+    def read(self, offset: int, length: int) -> bytes:
+        at, rest, chunks = self.threads.__dict__.pop("place", (0, memoryview(b""), None))
         if chunks is None or offset < at:
-            at, rest, chunks = 0, memoryview(b""), _chunks(record, raw)
-        blocks, end = [], min(offset + length, record.size)
+            at, rest, chunks = 0, memoryview(b""), _chunks(self.record, self.raw)
+        blocks, end = [], min(offset + length, self.record.size)
         while at < end:
             rest = rest or memoryview(next(chunks))
             taken = min(len(rest), end - at)
             blocks.append(rest[max(0, offset - at) : taken])
             at, rest = at + taken, rest[taken:]
-        if at == record.size:
+        if at == self.record.size:
             next(chunks, None)  # sees to it that nothing follows
-        threads.place = at, rest, chunks
+        self.threads.place = at, rest, chunks
         return b"".join(blocks)
 
-    return Computed(record.size, read)
+
+def record_of(data: Data) -> Record | None:
+    """The record of which this is all the data, as `Record.data` gives it."""
+    if not isinstance(data, FileRange):
+        reader = getattr(data.read, "__self__", None)
+        return reader.record if isinstance(reader, _Inflated) else None
+    record = getattr(data.confirm, "__self__", None)
+    if not isinstance(record, Record) or data.length != record.stored:
+        return None
+    return record if data.offset == record.headers.source.start + record.data_at else None
 
 
 def _chunks(record: Record, raw: FileRange) -> Iterator[bytes]:
     """A deflated record piece by piece; raises `Corrupt` unless it has the promised size and nothing behind it."""
 
     def wrong(what: str) -> NoReturn:
-        raise Corrupt(f"{record.archive.source}: {record} {what}", "Its compressed data was damaged.")
+        raise Corrupt(f"{record.headers.source}: {record} {what}", "Its compressed data was damaged.")
 
     stream, packed, consumed, produced = zlib.decompressobj(-15), b"", 0, 0
     while not stream.eof:

@@ -70,7 +70,7 @@ class ZipLayout:
         self._directory_size += len(line)
         if not copied:
             return
-        source, length = record.archive.source, record.end - record.header
+        source, length = record.headers.source, record.end - record.header
         file, begin, last = source.file, source.start + record.header, self._segments[-1] if self._segments else None
         follows = isinstance(last, FileRange) and last.file is file and last.offset + last.length == begin
         if isinstance(last, FileRange) and follows and not file.far:

@@ -1,0 +1,143 @@
+"""Copies of what is opened, in this process and in others: whatever is done with them, the values are right, and nobody
+else's file is closed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool.checkpoint import files
+from ckptool.errors import CkptoolError, FileChanged, UsageError
+from tests.support.files import saved, weights
+from tests.support.looped import looped
+
+STATE = weights("a", "b")
+CONTAINERS = {".pt": None, ".safetensors": None, ".dcp": None, ".npz": None, ".index.json": "sharded"}
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "dict": lambda value: copy.deepcopy(dict(value)),
+}
+
+
+def written(suffix: str, folder: Path) -> Path:
+    path = saved(STATE, folder / "a.pt")
+    if suffix == ".pt":
+        return path
+    out = folder / ("shards" if suffix == ".index.json" else f"b{suffix}")
+    ckptool.convert(path, out, container=CONTAINERS[suffix])
+    return out
+
+
+def values(checkpoint: Any) -> dict[str, Any]:
+    return {name: entry.torch() for name, entry in checkpoint.items()}
+
+
+@looped("suffix", CONTAINERS)
+def test_copies_read_the_same_and_close_nothing(suffix: str, tmp_path: Path) -> None:
+    path = written(suffix, tmp_path)
+    checkpoint = ckptool.open(path)
+    for _ in range(3):
+        for make in COPIES.values():
+            duplicate = make(checkpoint)
+            own = [os.open(path.parent / "a.pt", os.O_RDONLY) for _ in range(8)]  # the numbers that were free
+            assert all(torch.equal(value, STATE[name]) for name, value in values(duplicate).items())
+            del duplicate
+            gc.collect()
+            for fd in own:
+                os.close(fd)  # OSError if somebody else closed it
+            assert all(torch.equal(value, STATE[name]) for name, value in values(checkpoint).items())
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_entries_and_listings_cross_processes(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(written(suffix, tmp_path)) for suffix in (".pt", ".safetensors")]
+    with ProcessPoolExecutor(1, get_context(start)) as pool:
+        for path in paths:
+            there = pool.submit(values, dict(ckptool.open(path))).result()
+            assert all(torch.equal(value, STATE[name]) for name, value in there.items())
+            assert pool.submit(ckptool.open, path).result()["b"].torch().equal(STATE["b"])
+        listings = ckptool.inspect(paths, jobs=pool)
+    own = [os.open(paths[0], os.O_RDONLY) for _ in range(16)]
+    listings += ckptool.inspect(paths, jobs=2)
+    monkeypatch.chdir("/")
+    assert [str(listing) for listing in listings] == 2 * [str(ckptool.inspect(path)) for path in paths]
+    assert all(torch.equal(listing.tree["a"].torch(), STATE["a"]) for listing in listings)
+    del listings
+    gc.collect()
+    for fd in own:
+        os.close(fd)
+
+
+def test_a_pickle_never_stands_for_other_values(tmp_path: Path) -> None:
+    """Not for those of a new file under the old name; and `torch.save` writes no name in the place of values."""
+    path = saved(STATE, tmp_path / "a.pt")
+    checkpoint = ckptool.open(path)
+    moved = pickle.dumps(checkpoint)
+    for value in (checkpoint, dict(checkpoint), checkpoint["a"], ckptool.inspect(path)):
+        with pytest.raises(UsageError, match=r"ckptool.save\(tree, PATH\)"):
+            torch.save(value, tmp_path / "reference.pt")
+    with path.open("rb") as file, pytest.raises(UsageError, match="cannot be pickled"):
+        pickle.dumps(ckptool.open(io.BytesIO(file.read())))
+    save_file({"a": STATE["a"] + 1}, tmp_path / "other")
+    os.replace(tmp_path / "other", path)
+    with pytest.raises(FileChanged):
+        pickle.loads(moved)["a"].numpy()
+    with pytest.raises(UsageError, match="cannot be pickled"):
+        pickle.dumps(checkpoint)
+    assert torch.equal(checkpoint["a"].torch(), STATE["a"])
+    path.unlink()
+    with pytest.raises(CkptoolError):
+        pickle.loads(moved)["a"].numpy()
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "open": ckptool.open,
+    "values": lambda file: values(ckptool.open(file)),
+    "load": ckptool.load,
+    "inspect": lambda file: ckptool.inspect(file, stats=True),
+    "verify": lambda file: ckptool.verify(file, digest=True),
+    "doctor": ckptool.doctor,
+    "report": ckptool.report,
+    "diff": lambda file: ckptool.diff(file, STATE),
+    "cast": lambda file: ckptool.cast(ckptool.open(file), dtype="bf16"),
+    "average": lambda file: ckptool.average([ckptool.open(file), STATE]),
+    "edit": lambda file: ckptool.edit(ckptool.open(file), drop="a"),
+    "convert": lambda file: ckptool.convert(file, os.devnull + "/no/folder.pt"),
+    "warm start": lambda file: ckptool.warm_start(ckptool.open(file), STATE),
+    "nothing there": lambda file: ckptool.open(f"{file}#nothing/there"),
+}
+
+
+@looped(("suffix", "name"), [(suffix, name) for suffix in CONTAINERS for name in READERS])
+def test_the_last_use_of_a_file_closes_it(suffix: str, name: str, tmp_path: Path) -> None:
+    """Without the garbage collector: it may not come for hours, and a copy of a pipe takes memory."""
+    path = written(suffix, tmp_path)
+    content = path.read_bytes() if path.is_file() else b""
+    inputs: list[Callable[[], Any]] = [lambda: path, *([lambda: io.BytesIO(content)] if content else [])]
+    for make in inputs:
+        for _ in range(2):  # modules that the first one imports may open files of their own
+            gc.collect()
+            gc.disable()
+            before = set(os.listdir("/proc/self/fd"))
+            with suppress(CkptoolError):
+                READERS[name](make())
+            files.shared.clear()  # those of folders, of which some stay open to be used again
+            after = set(os.listdir("/proc/self/fd"))
+            gc.enable()
+        assert after == before
