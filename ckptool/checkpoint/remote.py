@@ -255,7 +255,7 @@ async def _tried(url: str, call: Callable[[], Awaitable[Result]]) -> Result:
             if number == TRIES - 1 or pause > PATIENCE:
                 break
             await asyncio.sleep(pause)
-    when = f"in {pause:,} seconds" if pause > PATIENCE else "later"
+    when = f"in {counted(int(pause), 'second')}" if pause > PATIENCE else "later"
     raise FileProblem(f"cannot read {url}: {why}", f"Tried {counted(number + 1, 'time')}.", f"Try again {when}.")
 
 
