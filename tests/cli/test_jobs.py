@@ -189,14 +189,14 @@ def test_so_many_are_given_out_and_no_more(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_executor_that_takes_only_so_many_gets_the_others_later() -> None:
-    class Bounded(ThreadPoolExecutor):
-        pending = set[Future[Any]]()
+    pending = set[Future[Any]]()
 
+    class Bounded(ThreadPoolExecutor):
         def submit(self, work: Any, /, *arguments: Any, **more: Any) -> Future[Any]:
-            if len(self.pending) >= 3:
+            if len(pending) >= 3:
                 raise RuntimeError("the queue is full")
-            self.pending.add(future := super().submit(work, *arguments, **more))
-            future.add_done_callback(self.pending.discard)
+            pending.add(future := super().submit(work, *arguments, **more))
+            future.add_done_callback(pending.discard)
             return future
 
     with Bounded(2) as pool:
