@@ -13,7 +13,8 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import quote
 
 import fsspec
 import pytest
@@ -332,6 +333,38 @@ def test_a_listed_file_is_asked_for_under_its_own_name(tmp_path: Path) -> None:
         found = {each.path for each in ckptool.scan(server.url).files if each.is_good}
         assert {key for url in found for key in ckptool.load(url)} == {f"w{value}" for value in range(len(names))}
         assert {f"{server.url}a b.pt", f"{server.url}ä.pt"} < found
+
+
+class Page(RangeHandler):
+    """Answers every name that ends in a slash with the same page of links."""
+
+    links: ClassVar[tuple[str, ...]] = ()
+
+    def answer(self, name: str, fault: str) -> None:
+        if name.endswith("/") or not name:
+            page = "".join(f'<a href="{link}">x</a>' for link in self.links).encode()
+            return self.send_bytes(200, {"Content-Type": "text/html"}, page)
+        return super().answer(name, fault)
+
+
+def test_links_that_lead_elsewhere_are_not_followed(files: Path, tmp_path: Path) -> None:
+    """Neither to files of this machine nor above the folder, whatever they are quoted as."""
+    here = quote(str(files / "model.pt"), safe="")
+    links = (here, f"x{here}", here.lower(), "%2e%2e/", "%2E%2E", ".%2e/", "%2e/", "..%2fmodel.pt", "..%5cmodel.pt")
+    (tmp_path / "below").mkdir()
+    for link in links:
+        page = type("Linked", (Page,), {"links": (link,)})
+        with RangeServer(tmp_path, handler=page) as server:
+            assert not any(each.is_good for each in ckptool.scan(f"{server.url}below/").files), link
+            assert all(path.startswith("/below/") for _, path, _ in server.log), server.log
+
+
+@pytest.mark.parametrize("links", [("x/",), ("a/", "b/", "m.pt"), ("x/", "x/?C=N")])
+def test_a_server_with_one_page_for_all_names_is_left(links: tuple[str, ...], tmp_path: Path, run: Run) -> None:
+    with RangeServer(tmp_path, handler=type("Same", (Page,), {"links": links})) as server:
+        for verb in ("scan", "doctor"):
+            ran = run(verb, server.url)
+            assert ran.code == 2 and "the same page for any name" in ran.err and len(server.log) < 200, ran
 
 
 def test_a_store_may_have_names_with_a_hash(tmp_path: Path) -> None:
