@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import random
 import re
 import shlex
 import sys
@@ -272,12 +273,62 @@ def test_the_newest_by_time_where_no_file_says_its_step(tmp_path: Path) -> None:
         ("model_epoch_50.pth", None, (None, 50)),
         ("resnet50.pt", None, (None, None)),
         ("model.pt", {"step": True, "epoch": -1}, (None, None)),
+        ("epoch_5.pt", {"args": {"epochs": 300, "steps": 9}, "train_config": {"step": 7}}, (None, 5)),  # how far to go
+        ("best.pt", {"epoch": -1, "opt": {"epochs": 300}}, (None, None)),  # YOLOv5
+        ("step_500/model.pt", None, (500, None)),
+        ("512/model.pt", None, (None, None)),
+        ("0050000.pt", None, (50_000, None)),  # DiT
+        ("step_20k.pt", None, (20_000, None)),
+        ("ckpt-7.pt", None, (7, None)),
     ],
 )  # fmt: skip
 def test_how_far_a_checkpoint_was(name: str, tree: Any, expected: Any, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     torch.save({"w": torch.ones(1), **(tree or {})}, tmp_path / name)
     (file,) = ckptool.scan(tmp_path).files
     assert (file.step, file.epoch) == expected
+
+
+@looped("seed", range(60))
+def test_the_latest_good_is_the_last_of_those_that_torch_loads(seed: int, tmp_path: Path) -> None:
+    """Where steps stand inside, in the name or the folder's, for all or within an epoch; whatever the times say."""
+    rng = random.Random(seed)
+    names = ["step_{}.pt", "step-{:08}.pt", "{:07}.pt", "ckpt_{}.pth", "checkpoint-{}/model.pt", "iter_{:06}/w.bin", ""]
+    name, epochs = rng.choice(names), rng.random() < 0.4
+    places = [(number // 3, 100 * (number % 3 + 1)) if epochs else (0, 500 * number) for number in range(1, 7)]
+    files: dict[tuple[int, int], Path] = {}
+    for epoch, step in places:
+        inside = {"args": {"steps": 10_000, "epochs": 40}, "optimizer_config": {"step": 3}}
+        inside |= {"epoch": epoch} if epochs else {}
+        inside |= {"step": step} if epochs or not name else {}
+        file = tmp_path / (rng.randbytes(4).hex() + ".pt" if epochs or not name else name.format(step))
+        file.parent.mkdir(exist_ok=True)
+        torch.save({"model": {"a.weight": torch.randn(40, 9), "a.bias": torch.ones(9)}, **inside}, file)
+        files[epoch, step] = file
+    for place in rng.sample(places[1:], rng.randint(0, 4)):
+        damage = rng.choice(["cut", "empty", "pointer", "flipped"])
+        data = files[place].read_bytes()
+        middle = data.index(torch.load(files[place])["model"]["a.weight"].numpy().tobytes()) + 99
+        files[place].write_bytes(
+            {
+                "cut": data[: rng.randrange(len(data))],
+                "empty": b"",
+                "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 1\n",
+                "flipped": data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
+            }[damage]
+        )
+        if damage != "flipped":  # torch looks at no sums
+            with pytest.raises(Exception):  # noqa: B017 -- of any kind
+                torch.load(files[place])
+        del files[place]
+    (tmp_path / "tmp-step_90000.pt").write_bytes(files[places[0]].read_bytes())
+    if rng.random() < 0.5:  # older than all that say their step
+        os.utime(saved({"a.weight": torch.ones(2, 2), "a.bias": torch.ones(2)}, tmp_path / "best.pt"), (1.0, 1.0))
+    for file in files.values():
+        time = rng.choice([5e8, 1e9 + rng.random()])
+        os.utime(file, (time, time))
+    found = ckptool.scan(tmp_path, full=True)
+    assert found.latest_good == str(files[max(files)]) and found.latest_by == "step"
 
 
 def test_the_command(some_folder: Path, tmp_path: Path, run: Run) -> None:
@@ -303,6 +354,16 @@ def test_the_command(some_folder: Path, tmp_path: Path, run: Run) -> None:
         found = run("scan", *map(str, words))
         assert found.code == code and (said in found.out if said else unread not in found.out), (words, found)
         assert "-q" not in words or found.out == said, (words, found)
+
+
+def test_what_no_checksum_covers_is_said(tmp_path: Path, run: Run) -> None:
+    ckptool.convert(checkpoint(tmp_path / "a.pt"), tmp_path / "b.safetensors")
+    unseen = "without checksums for all data, so damage in"
+    for full, said in ((True, ["all", "none"]), (False, [None, None])):
+        assert [file.checksums for file in ckptool.scan(tmp_path, full=full).files] == said
+        assert (f"1 of 2 {unseen}" in run("scan", tmp_path, *(["--full"] if full else [])).out) is full
+    (tmp_path / "a.pt").unlink()
+    assert unseen in run("scan", tmp_path, "--latest-good", "--full").out
 
 
 def test_what_is_wrong_in_a_long_list_is_named_at_its_end(tmp_path: Path, run: Run) -> None:
