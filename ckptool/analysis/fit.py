@@ -167,8 +167,7 @@ class Fit:
 
 def fit(root: StateDict, target: Target, names: Mapping[str, str]) -> Fit:
     """The fit of the keys of `root` under other names (name -> key)."""
-    values = target.values or ()
-    target_names = dict.fromkeys([*target.tensors, *(name for name in values if name.endswith("_extra_state"))])
+    target_names = dict.fromkeys([*target.tensors, *target.states])
     pairs = {name: names[name] for name in target_names if name in names}
     missing = [name for name in target_names if name not in pairs]
     free = {name: key for name, key in names.items() if name not in target_names}

@@ -116,19 +116,20 @@ class Branch:
         return _folded(branches)
 
     @cached_property
-    def structure(self) -> list[tuple[object, ...]]:
+    def structure(self) -> list[object]:
         """Everything by which two repeated layers can differ, except the last piece that they share.
         A tie within the layer is to a place in it, any other to one row of the part."""
         pieces, tied = self.items[0][0][: self.depth], self.part.tied
         begin = sum([len(piece) + 1 for piece in pieces[:-1]])
         end = begin + len(pieces[-1])
         place = {row: number for number, (_, row, _) in enumerate(self.items)} if tied else {}
-        facts: list[tuple[object, ...]] = []
+        facts: list[object] = []
         for _, row, name in self.items:
-            tensor, target = self.part.rows[row].tensor, tied.get(row)
-            tie = ("inside", place[target]) if target in place else target
-            aspects = (_ASPECTS if isinstance(tensor, TensorEntry) else _OF_COMPOSITES)(tensor)
-            facts.append((name[:begin], name[end:], tie, aspects))
+            tensor = self.part.rows[row].tensor
+            facts += name[:begin], name[end:], (_ASPECTS if type(tensor) is TensorEntry else _OF_COMPOSITES)(tensor)
+            if row in tied:
+                target = tied[row]
+                facts.append(("inside", place[target]) if target in place else target)
         return facts
 
 
@@ -330,17 +331,19 @@ def memory_needs(listing: Listing) -> MemoryNeeds:
     storages, is_known = dict[int, int](), bool(weights)
     several, views = len(weights) > 1, set[tuple[object, ...]]()
     for part in weights:
-        pairs = tensors(part.root.module) if part.root.module is not None else [(r.path, r.tensor) for r in part.rows]
-        entries = [tensor for _, tensor in pairs if isinstance(tensor, TensorEntry)]
+        module = part.root.module
+        everything = [row.tensor for row in part.rows] if module is None else [tensor for _, tensor in tensors(module)]
+        entries = [tensor for tensor in everything if isinstance(tensor, TensorEntry)]
         # Modules say which tensors are parameters, and so do state dicts that kept their parameters.
-        flags = {item.view: item.flags for item in entries} if any(item.flags.parameter for item in entries) else {}
-        for index, row in enumerate(part.rows):
-            tensor, nbytes = row.tensor, part.sizes[index]
-            if index in part.tied or (several and tensor.view in views):
-                continue
+        has_parameters = any(flags.parameter for flags in {entry.flags for entry in entries})
+        flags = {entry.view: entry.flags for entry in entries} if has_parameters else {}
+        for row, nbytes in zip(part.rows, part.sizes, strict=True):  # of tied ones 0
+            tensor, dtype = row.tensor, row.tensor.dtype
             if several:
+                if tensor.view in views:
+                    continue
                 views.add(tensor.view)
-            dtypes[tensor.dtype] += nbytes
+            dtypes[dtype] += nbytes
             if not isinstance(tensor, TensorEntry):
                 is_known = False  # its parts may be anything: codes, indices
                 storages[id(tensor)] = nbytes

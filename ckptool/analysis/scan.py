@@ -120,7 +120,8 @@ class ScannedFile:
             path = printable(self.path)
             detail = self.problem[len(path) :].lstrip(": ") if self.problem.startswith(path) else self.problem
         progress = ("" if number is None else f"{number:,}" for number in (self.step, self.epoch))
-        cells = (name, self.state, *progress, size(self.bytes), age(time.time() - self.modified), detail)
+        since = age(time.time() - self.modified) if self.modified else ""
+        cells = (name, self.state, *progress, size(self.bytes), since, detail)
         return tuple(map(red, cells)) if self.is_wrong else cells
 
     def told(self) -> Told:
@@ -364,10 +365,12 @@ def _file_row(full: bool, path: str) -> ScannedFile:
         layout = members.members_of(checkpoint, Folder(path))
         count = layout.count if layout is not None else 0
         step_facts |= members.step_of(path)
-    if isinstance(checkpoint.source, Folder):
-        nbytes = checkpoint.source.size
-        if checkpoint.source.far:
-            modified = max((file.modified for file in checkpoint.source.files.values()), default=0.0)
+    source: Any = checkpoint.source
+    if isinstance(source, Folder) or source.far:  # a listing of a folder elsewhere has neither sizes nor times
+        nbytes = source.size
+    if source.far:
+        opened = source.files.values() if isinstance(source, Folder) else [source]
+        modified = max((file.modified for file in opened), default=0.0)
     tree = {**step_facts, "": checkpoint.tree} if step_facts else checkpoint.tree
     # Every name that is not known to be inert where it stands, the most dangerous use first.
     places: dict[tuple[str, str, str], list[str]] = {}

@@ -20,12 +20,12 @@ from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.commands import FILE, Slot, command
-from ckptool.conventions.state_dicts import one_state_dict
+from ckptool.conventions.state_dicts import EXTRA_STATE, one_state_dict
 from ckptool.errors import Corrupt, Unsupported, UsageError, counted, printable
 from ckptool.facts import LIVE, dataclass, field, replace
 from ckptool.formats.strict_json import parse_object
 
-PARAMETER, BUFFER = "parameter", "buffer"
+PARAMETER, BUFFER, STATE = "parameter", "buffer", "extra state"
 CHECKPOINT, MODULE, SPEC = "checkpoint", "module", "spec"
 SPEC_SCHEMA, SPEC_VERSION, STATED = "ckptool.spec/", "1", "stated"
 
@@ -87,6 +87,11 @@ class Target:
             tensors[prefix + name] = replace(expected, name=prefix + name, tied_to=tied_to)
         values = None if self.values is None else {prefix + name: value for name, value in self.values.items()}
         return replace(self, tensors=tensors, values=values, wrapper="")
+
+    @property
+    def states(self) -> list[str]:
+        """The names under which modules save what is no parameter or buffer (`get_extra_state`)."""
+        return [name for name in self.values or () if name.endswith(EXTRA_STATE) and name not in self.tensors]
 
     @property
     def unique(self) -> list[Expected]:

@@ -25,7 +25,7 @@ from ckptool.checkpoint import Checkpoint, Composite, FileRange, Flags, InlineBy
 from ckptool.checkpoint.blocks import verify
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.paths import matcher
-from ckptool.conventions.state_dicts import one_state_dict
+from ckptool.conventions.state_dicts import EXTRA_STATE, one_state_dict
 from ckptool.errors import Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import CheckpointLike, Opened, open_file, refuse_part
 from ckptool.transforms.memory_names import as_named
@@ -177,7 +177,9 @@ def load_into(
     bare = unwrapped(model)
     slots = _model_slots(bare)
     expected = _expected({key: slot.tensor for key, slot in slots.items()}, is_module=True)
-    target = Target(type(bare).__name__, MODULE, expected, kinds_known=True)
+    named = {f"{path}.{EXTRA_STATE}".lstrip("."): module for path, module in bare.named_modules()}
+    has_state = {key: mod for key, mod in named.items() if type(mod).set_extra_state is not nn.Module.set_extra_state}
+    target = Target(type(bare).__name__, MODULE, expected, kinds_known=True, values=has_state)
     opened = Opened(checkpoint, at, "") if isinstance(checkpoint, Checkpoint) else open_file(checkpoint, at)
     refuse_part(opened.checkpoint, part=part)
     source, (root, remark) = opened.checkpoint, one_state_dict(opened.checkpoint, opened.at)
@@ -197,6 +199,10 @@ def load_into(
     ]
     what = f"buffers that are not saved stay on the meta device: {listed(on_meta)}"
     notes = [Note("meta-buffers", what)] if on_meta else []
+    if hooked := _own_hooks(bare):
+        notes.append(
+            Note("own-hooks", f"load_state_dict would run code of the model, load_into does not: {listed(hooked)}")
+        )
     report = replace(plan.report, supplied=supplied, normalised=(*plan.report.normalised, *notes))
     report = replace(report, refused=(*report.refused, *_live_refusals(report, chosen, slots, options.missing, assign)))
     if dry_run:
@@ -204,10 +210,26 @@ def load_into(
     if report.refused:
         raise refusal(report)
     changes = list(_staged_changes(chosen, slots, target, assign))
+    carried = replace(source, tree=plan.states, discarded=())
+    states = source.memory.objects(carried.tree) if source.memory else build(carried)
     with torch.no_grad():
         for change in changes:
             change()
+    for name, state in states.items():
+        call_user_code(has_state[name].set_extra_state, printable(name), target.name, state)
     return replace(report, applied=True)
+
+
+def _own_hooks(model: nn.Module) -> list[str]:
+    """The modules whose own code, beside torch's, `state_dict` or `load_state_dict` would run."""
+    names = []
+    for path, module in model.named_modules():
+        kind, loading = type(module), (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+        hooks = [hook for hooks in (*loading, module._state_dict_hooks) for hook in hooks.values()]
+        code = [kind.load_state_dict, kind._load_from_state_dict, kind._save_to_state_dict, *hooks]
+        if not all(str(getattr(function, "__module__", "")).startswith("torch.") for function in code):
+            names.append(path or kind.__name__)
+    return names
 
 
 def _live_refusals(

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import field
 from enum import Enum
+from functools import lru_cache
 from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -284,6 +285,7 @@ class TensorEntry(ArrayLike):
         return f"<{kind} {self.dtype.name}{list(self.shape)}{place}>"
 
 
+@lru_cache(1 << 10)  # equal ones are one object, which thousands of tensors share
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The row-major strides of a tensor of this shape, in elements; as torch counts them for empty ones."""
     strides: list[int] = []

@@ -275,6 +275,7 @@ def _roots(tree: Any, base: Path = (), *, arrays: bool = False) -> Iterator[Stat
             stack += reversed(parts)
 
 
+_TENSORS = frozenset({TensorEntry, Composite})
 MANY_STATE_DICTS = 20  # that are listed where one of them has to be chosen
 _HOLDERS = frozenset({dict, OrderedDict, list, tuple, Object})
 
@@ -284,18 +285,18 @@ def _kind_at(path: Path) -> str:
 
 
 def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
-    if not any(isinstance(value, (TensorEntry, Composite)) for value in node.values()):
+    kinds = set(map(type, node.values()))
+    if kinds.isdisjoint(_TENSORS) or set(map(type, node)) != {str}:
         return False
-    if not all(type(key) is str for key in node):
-        return False
-    members = {key: value for key, value in node.items() if not key.endswith("_extra_state")}
-    tensor_keys = [key for key, value in members.items() if isinstance(value, (TensorEntry, Composite))]
+    members = {key: value for key, value in node.items() if not key.endswith(EXTRA_STATE)}
+    tensor_keys = [key for key, value in members.items() if type(value) in _TENSORS]
     dotted = any("." in key for key in tensor_keys)
     if not tensor_keys or (2 * len(tensor_keys) < len(members) and not dotted):
         return False
     if _is_other(path):
         return False
-    containers = [(key, value) for key, value in members.items() if isinstance(value, (dict, list, tuple))]
+    others = members.items() if kinds - _TENSORS else ()
+    containers = [(key, value) for key, value in others if isinstance(value, (dict, list, tuple))]
     nested = sum(1 for key, value in containers if not (dotted and is_beside(key, value)) and _holds_tensors(value))
     if nested and not (dotted and nested < len(tensor_keys)):
         return False  # a few tensors beside the weights: random states, a loss, class weights
@@ -375,6 +376,7 @@ PEELED = "module."
 INNER_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 # The one key that an averaged model keeps beside those of its module.
 COUNTER = "n_averaged"
+EXTRA_STATE = "_extra_state"  # what `get_extra_state` of a module returns, behind the name of the module
 
 
 def without_wrappers(key: str) -> str:

@@ -17,20 +17,20 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 class Stored:
     """A tensor like another one, in other bytes of a file. There may be hundreds of thousands, so its entry is made
-    once, when it is asked for. crc: the checksum of its bytes."""
+    once, when it is asked for, and then takes the place of the other one. crc: the checksum of its bytes."""
 
-    __slots__ = ("_entry", "begin", "crc", "file", "like")
+    __slots__ = ("begin", "crc", "file", "like")
 
     def __init__(self, like: TensorEntry, file: Source, begin: int, crc: int) -> None:
-        self.like, self.file, self.begin, self.crc = like, file, begin, crc
-        self._entry: TensorEntry | None = None
+        self.like, self.begin, self.crc = like, begin, crc
+        self.file: Source | None = file
 
     @property
     def entry(self) -> TensorEntry:
-        if self._entry is None:
+        if self.file is not None:
             place = FileRange(self.file, self.begin, self.like.storage.nbytes)
-            self._entry = self.like.with_storage(Storage(place, self.like.location, self.crc))
-        return self._entry
+            self.like, self.file = self.like.with_storage(Storage(place, self.like.location, self.crc)), None
+        return self.like
 
 
 @dataclass(slots=True, eq=False)

@@ -345,9 +345,11 @@ class _TreeFacts:
                         stack += [value] if type(value) not in _SCALARS else []
                     elif type(key) is str:
                         last = key.rpartition(".")[2]
-                        weights += last in ("weight", "bias")
-                        empty += last in ("weight", "bias") and value.shape == (0,)
-                        self.flat |= last.lstrip("_").startswith("flat_param")
+                        if last in ("weight", "bias"):
+                            weights += 1
+                            empty += value.shape == (0,)
+                        elif "flat_param" in last:
+                            self.flat |= last.lstrip("_").startswith("flat_param")
                 if empty > self.empty:
                     self.empty, self.weights = empty, weights
             else:

@@ -76,7 +76,7 @@ class Joiner:
     discarded: list[Any] = field(default_factory=list)
     different: dict[str, str] = field(default_factory=dict)
     not_compared: list[str] = field(default_factory=list)
-    _joined: dict[Any, list[tuple[list[Piece], TensorEntry]]] = field(default_factory=dict)
+    _joined: dict[Any, tuple[tuple[list[Piece], TensorEntry], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.where = self.where or str(self.folder)
@@ -131,13 +131,14 @@ class Joiner:
             if has_copy and copy is not None:
                 unproven.append(Piece(copy.part(box), first.offsets, copy.owner))
             blocks.append(replace(first, replicas=tuple(unproven)) if unproven else first)
-        candidates = self._joined.setdefault((shape, blocks[0].identity), [])
+        key = shape, *blocks[0].identity
+        candidates = self._joined.get(key, ())
         for earlier, tensor in candidates:
             if [block.identity for block in earlier] == [block.identity for block in blocks]:
                 return tensor
         is_single = len(blocks) == 1 and not blocks[0].replicas and blocks[0].like.shape == shape
-        tensor = blocks[0].entry if is_single else assembled(shape, blocks, f"{self.where}: {name}")
-        candidates.append((blocks, tensor))
+        tensor = blocks[0].entry if is_single else assembled(shape, blocks, name, self.where)
+        self._joined[key] = *candidates, (blocks, tensor)
         return tensor
 
     def flat(
@@ -275,18 +276,20 @@ def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     return not any(corners.values())
 
 
-def assembled(shape: tuple[int, ...], pieces: list[Piece], name: str = "") -> TensorEntry:
+def assembled(
+    shape: tuple[int, ...], pieces: list[Piece], name: str = "a tensor", where: str = "memory"
+) -> TensorEntry:
     """The tensor of this shape that the pieces make up; they must cover it (see `covers`) and be of one type.
 
-    Reading it raises `Conflict` where replicas differ, saying so of `name`.
+    Reading it raises `Conflict` where replicas differ, naming it, and where it is.
     """
     if not shape:  # one element, and its replicas
 
         def as_vector(piece: Piece) -> Piece:
             return Piece(piece.entry.reshape((1,)), (0,), piece.owner, tuple(map(as_vector, piece.replicas)))
 
-        return replace(assembled((1,), [*map(as_vector, pieces)], name), shape=(), stride=())
-    first, assembly = pieces[0].like, _Assembly(shape, pieces, name)
+        return replace(assembled((1,), [*map(as_vector, pieces)], name, where), shape=(), stride=())
+    first, assembly = pieces[0].like, _Assembly(shape, pieces, name, where)
     length, checks = prod(shape) * first.dtype.itemsize, any(piece.replicas for piece in pieces)
     data = Computed(length, assembly.read, assembly, checks=checks, concatenated=assembly.in_turn)
     storage = Storage(data if length else InlineBytes(b""), first.location)
@@ -300,11 +303,13 @@ class _Assembly:
     in_turn: each is whole rows and all of its storage in row-major order, so that the bytes of these follow each other.
     """
 
-    __slots__ = ("in_turn", "name", "pieces", "shape", "tallest")
+    __slots__ = ("in_turn", "name", "pieces", "shape", "tallest", "where")
 
-    def __init__(self, shape: tuple[int, ...], pieces: list[Piece], name: str) -> None:
-        self.shape, self.name = shape, name
+    def __init__(self, shape: tuple[int, ...], pieces: list[Piece], name: str, where: str) -> None:
+        self.shape, self.name, self.where = shape, name, where
         self.pieces = sorted((piece for piece in pieces if piece.like.numel), key=lambda piece: piece.offsets)
+        if self.pieces == pieces:  # as a rule: then one list is enough, of tens of thousands
+            self.pieces = pieces
         self.tallest = max((piece.like.shape[0] for piece in self.pieces), default=0)
         self.in_turn = len(self.pieces) == len(pieces) and all(
             piece.like.shape[1:] == shape[1:] and _covers_storage(piece.like) and not piece.replicas for piece in pieces
@@ -338,8 +343,8 @@ class _Assembly:
                 for other in piece.replicas:  # which have to have the same
                     theirs = row_major(other.part(common))
                     if not _values_agree(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
-                        what = f"{self.name or 'a tensor'}: {piece.owner} and {other.owner} saved different values for "
-                        what += f"the elements from {list(common[0])}"
+                        what = f"{self.where}: {self.name}: {piece.owner} and {other.owner} saved different values "
+                        what += f"for the elements from {list(common[0])}"
                         why = "Both have the same part of it, so one of the files is damaged or from another "
                         fix = "Copy all files of the folder again, or take another checkpoint."
                         raise Conflict(what, f"{why}checkpoint.", fix)

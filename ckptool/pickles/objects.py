@@ -251,7 +251,8 @@ class ObjectMaker:
         if (size + len(keys)).bit_length() > max(7, size.bit_length()):  # only now and then, so that it costs nothing
             self.reader.at = pos
             check_collisions(chain(mapping, keys))
-        before = {key: mapping[key] for key in keys if key in mapping} if size else {}
+        is_new = mapping.keys().isdisjoint(keys)
+        before = {} if is_new else {key: mapping[key] for key in keys if key in mapping}
         mapping.update(zip(keys, items[1::2], strict=True))
         if len(mapping) != size + len(keys):  # a repeated key: the last value counts, in every reader
             for key, value in zip(keys, items[1::2], strict=True):

@@ -64,6 +64,8 @@ def weights_only(checkpoint: Checkpoint) -> PlainValues:
 
     Raises `Conflict` where two keys of a dictionary would become one.
     """
+    if takes(checkpoint.tree) and not checkpoint.discarded:
+        return PlainValues(checkpoint, (), ())
     mapper = _Plain()
     tree = mapper.mapper.map(checkpoint.tree)
     places: dict[int, str] = {}

@@ -125,6 +125,13 @@ def check(saved: SavedState, verify: str = "full") -> SavedState:
     raise Corrupt(problems[0], "It was truncated, overwritten or damaged after it was saved.")
 
 
+def is_whole(saved: SavedState, verify: str) -> bool:
+    """True for a checkpoint that `check` finds nothing wrong with."""
+    with suppress(CkptoolError):
+        return bool(check(saved, verify))
+    return False
+
+
 def _damage(path: str, record: dict[str, Any], verify: str) -> str:
     """The first difference between a checkpoint and its sidecar, in words; "" if it is whole. Raises `FileProblem`."""
     paths, files = files_of(path), record.get("files")
@@ -220,17 +227,24 @@ class Retention:
                 reasons.setdefault(saved.step, []).append(name)
         return dict(sorted(reasons.items()))
 
-    def divide(self, checkpoints: Iterable[SavedState]) -> tuple[dict[int, list[str]], list[SavedState]]:
+    def divide(
+        self, checkpoints: Iterable[SavedState], verify: str = "size"
+    ) -> tuple[dict[int, list[str]], list[SavedState]]:
         """The steps to keep, each with its rules, and the whole checkpoints that no rule keeps.
 
-        Damaged ones stay and do not count: they are for a person to look at.
+        Damaged ones stay and do not count: they are for a person to look at. verify: how those are checked that are to
+        stay while others go, see `check`.
         """
-        intact = []
-        for saved in checkpoints:
-            with suppress(CkptoolError):
-                intact.append(check(saved, "size"))
-        reasons = self.reasons(intact)
-        return reasons, [saved for saved in intact if saved.step not in reasons]
+        intact = [saved for saved in checkpoints if is_whole(saved, "size")]
+        checked = set[int]()
+        while True:
+            reasons = self.reasons(intact)
+            unwanted = [saved for saved in intact if saved.step not in reasons]
+            if verify == "size" or not unwanted or reasons.keys() <= checked:
+                return reasons, unwanted
+            new = reasons.keys() - checked
+            intact = [saved for saved in intact if saved.step not in new or is_whole(saved, verify)]
+            checked |= new
 
 
 # Lines ---------------------------------------------------------------------------------------------------------------

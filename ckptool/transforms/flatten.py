@@ -172,6 +172,8 @@ def lost_tensors(before: Any, after: Any) -> Lost:
 
     Except those that the module itself does not save (`register_buffer(…, persistent=False)`).
     """
+    if before is after:
+        return []
     held = {id(node): node for _, node in chain(walk(after), transient(before))}  # once each, wherever it is
     kept_views = {view for node in held.values() for view in _views(node)}
     storages = {view[0] for view in kept_views}

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckptool.analysis.targets import Target, accepted, kind_by_name, tie_groups
+from ckptool.analysis.targets import STATE, Target, accepted, kind_by_name, tie_groups
 from ckptool.analysis.warm_start import (
     AS_IT_IS,
     REFUSED,
@@ -36,7 +36,15 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.tree import map_storages
 from ckptool.commands import FILE, Slot, arg, command, several
-from ckptool.conventions.state_dicts import COUNTER, StateDict, of_positions, paired, without_wrappers, wrappers
+from ckptool.conventions.state_dicts import (
+    COUNTER,
+    EXTRA_STATE,
+    StateDict,
+    of_positions,
+    paired,
+    without_wrappers,
+    wrappers,
+)
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.names.rule_files import renaming
 from ckptool.names.rules import Rule
@@ -101,9 +109,11 @@ class Assignment(NamedTuple):
 
 
 class WarmStartPlan(NamedTuple):
-    """`chosen`: the assignment of each name of the target that is loaded, tied names included."""
+    """`chosen`: the assignment of each name of the target that is loaded, tied names included. `states`: the values of
+    its extra states."""
 
     chosen: dict[str, Assignment]
+    states: dict[str, Any]
     report: LoadReport
 
 
@@ -120,7 +130,12 @@ def plan_warm_start(
         raise UsageError(what, f"Available: {', '.join(ON_MISMATCH)}.")
     targets, groups = target.tensors, tie_groups(target.tensors.values()).values()
     tensors = {k: v for k, v in root.node.items() if type(k) is str and isinstance(v, (TensorEntry, Composite))}
-    matched = _match_names(tensors, root.node, target, options)
+    beside = [key for key in root.node if type(key) is str and key.endswith(EXTRA_STATE) and key not in tensors]
+    matched = _match_names([*tensors, *beside], root.node, [*targets, *target.states], options)
+    states = {name: matched.pairs.pop(name) for name in target.states if name in matched.pairs}
+    no_tensors = {key: matched.names.pop(key) for key in {*beside, *states.values()} if key in matched.names}
+    for name in [name for name, key in matched.pairs.items() if key not in tensors]:
+        del matched.pairs[name]
     took = remark or (f"took {root.address}" if root.path else "")
     is_other = root.module is not None or root.detail
     texts = [took, f"they are those of a {root.detail}" if is_other else ""]
@@ -162,10 +177,24 @@ def plan_warm_start(
         target=target.name,
         target_kind=target.kind,
         root=root.address,
-        loaded=tuple(loaded),
+        loaded=(*loaded, *(Loaded(key, name, STATE, 0) for name, key in states.items() if loaded)),
         tied=tuple(tied),
-        missing=tuple(Absent("", e.name, e.kind, e.dtype, e.shape) for name, e in targets.items() if name not in met),
-        unexpected=tuple(Absent(key, name, kind_by_name(key, t.dtype), t.dtype, t.shape) for key, name, t in unloaded),
+        missing=(
+            *(Absent("", e.name, e.kind, e.dtype, e.shape) for name, e in targets.items() if name not in met),
+            *(
+                Absent("", name, STATE, None, None)
+                for name in target.states
+                if name not in {*states, *matched.excluded}
+            ),
+        ),
+        unexpected=(
+            *(Absent(key, name, kind_by_name(key, t.dtype), t.dtype, t.shape) for key, name, t in unloaded),
+            *(
+                Absent(key, no_tensors[key], STATE, None, None)
+                for key in beside
+                if key in no_tensors.keys() - states.values()
+            ),
+        ),
         mismatched=tuple(mismatched),
         dtype_changes=tuple(_dtype_changes(loaded, chosen, target)),
         excluded=tuple(name for name in targets if name in matched.excluded and name not in chosen),
@@ -180,7 +209,8 @@ def plan_warm_start(
     out = {*matched.excluded, *skipped}
     needed = {expected.tied_to or name for name, expected in targets.items() if name not in out}
     refused += _refusals(report, options, sum(targets[name].numel for name in needed))
-    return WarmStartPlan(chosen, replace(report, refused=tuple(refused)))
+    carried = {name: root.node[key] for name, key in states.items()}
+    return WarmStartPlan(chosen, carried, replace(report, refused=tuple(refused)))
 
 
 # Names ---------------------------------------------------------------------------------------------------------------
@@ -200,9 +230,9 @@ class _Matched(NamedTuple):
     notes: list[Note]
 
 
-def _match_names(tensors: Mapping[str, Tensor], node: Any, target: Target, options: MatchOptions) -> _Matched:
+def _match_names(tensors: Sequence[str], node: Any, targets: Sequence[str], options: MatchOptions) -> _Matched:
     """Pairs by the rules and equal names, then without wrapper prefixes, then by names of older torch versions."""
-    targets, notes, excluded = target.tensors, list[Note](), set[str]()
+    notes, excluded = list[Note](), set[str]()
     # By the rules for the key, else by those for its form without wrappers.
     short = {key: without_wrappers(key) for key in tensors}
     rename, names, peeled = by_rules(options.rules, {*short, *short.values()}), dict[str, str](), list[str]()
@@ -371,8 +401,9 @@ def _advice(report: LoadReport) -> str:
 # What is written -----------------------------------------------------------------------------------------------------
 
 
-def filled(target: Target, chosen: dict[str, Assignment]) -> OrderedDict:
+def filled(target: Target, chosen: dict[str, Assignment], states: Mapping[str, Any]) -> OrderedDict:
     """Every key of the target with a value: what was chosen from the checkpoint, the rest from the target itself.
+    states: extra states that are taken from the checkpoint.
 
     Raises `Conflict` naming what a target without values (a spec) cannot fill in.
     """
@@ -408,7 +439,7 @@ def filled(target: Target, chosen: dict[str, Assignment]) -> OrderedDict:
     same: dict[tuple[str, int], Tensor] = {}  # what is one object in the target stays one
     for name in order:
         if name not in firsts:
-            items[name] = values[name]
+            items[name] = states.get(name, values[name])
             continue
         tensor, base = results[firsts[name]], values.get(name)
         if isinstance(tensor, TensorEntry):

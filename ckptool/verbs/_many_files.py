@@ -141,7 +141,7 @@ def in_folder(verb: str, files: Sequence[str], options: Options) -> Iterator[str
         raise UsageError(what, "A folder has no suffix.", f"For example: {arg(container='safetensors')}")
     taken: dict[str, str] = {}
     for file in files:
-        name = os.path.basename(absolute(split(file)[0]))
+        name = os.path.basename(absolute(split(file)[0]).rstrip("/"))
         name = name.split(".")[0] if name.endswith(".index.json") else name  # shards are written as a folder
         if container is not None and formats.for_output(name, formats.DEFAULT) != formats.by_name(container):
             name = os.path.splitext(name)[0] + (formats.by_name(container).suffixes or ("",))[0]

@@ -57,6 +57,7 @@ def prune(
 ) -> Pruned:
     """Deletes the checkpoints that a run's retention does not keep; `set` changes it this once (`save.keep_last=1`).
 
+    Those that stay are compared with their sha256 first; damaged ones stay, too, and do not count.
     Raises `Conflict` while the run is being written.
     """
     check_harness()
@@ -64,10 +65,14 @@ def prune(
     from ckptool.training.configfile import reopen_to_prune
 
     with closing(reopen_to_prune(os.fspath(run), several(set), write=not dry_run)) as opened:
-        reasons, unwanted = opened.retention.divide(opened.all())
+        everything = opened.all()
+        reasons, unwanted = opened.retention.divide(everything, "full")
         deleted = tuple(Gone(saved.step, (saved.sidecar or {}).get("bytes", 0)) for saved in unwanted)
         if not dry_run:
             for saved in unwanted:
                 opened.remove(saved)
             opened.note("prune", steps=[checkpoint.step for checkpoint in deleted])
-    return Pruned(os.fspath(run), deleted, tuple(Kept(step, tuple(why)) for step, why in reasons.items()), dry_run)
+    gone = {checkpoint.step for checkpoint in deleted}
+    reasons |= {saved.step: ["damaged"] for saved in everything if saved.step not in reasons and saved.step not in gone}
+    kept = tuple(Kept(step, tuple(why)) for step, why in sorted(reasons.items()))
+    return Pruned(os.fspath(run), deleted, kept, dry_run)

@@ -102,8 +102,8 @@ def warm_start(
         raise refusal(report)
     result: tuple[Any, ...] = ()
     if (out is not None or (change.live and not dry_run)) and report.accepted:
-        tree, original, model = filled(target, plan.chosen), opened.checkpoint, target.checkpoint
-        taken = tuple(name for name in tree if name not in plan.chosen)
+        tree, original, model = filled(target, plan.chosen, plan.states), opened.checkpoint, target.checkpoint
+        taken = tuple(name for name in tree if name not in {*plan.chosen, *plan.states})
         mark: dict[str, Any] = marks.recovered(original.metadata, root.path)
         if taken and model is not None:
             mark |= marks.recovered(model.metadata, before=mark)

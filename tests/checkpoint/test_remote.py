@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.checkpoint import remote
+from ckptool.checkpoint.tree import tensors
 from ckptool.errors import (
     CkptoolError,
     FileChanged,
@@ -34,6 +36,9 @@ from ckptool.errors import (
 from fixtures.sparse import make_sparse
 from tests.support.cli import Run
 from tests.support.elsewhere import FILES, FOLDERS, READS, SHARDS, TENSORS, layered, make_elsewhere, plain
+from tests.support.engine_cases import committed_cases
+from tests.support.files import contents
+from tests.support.looped import looped
 from tests.support.range_server import RangeHandler, RangeServer
 from tests.support.same import assert_same_objects, assert_same_tree
 
@@ -79,6 +84,56 @@ def different(answer: Any, name: str) -> None:
     for key in ("fix", "fixes", *(("modified",) if "." not in name else ()), *(("bytes",) if name == "dcp" else ())):
         if isinstance(answer, dict):
             answer.pop(key, None)
+
+
+FOLDERS_OF_ENGINES = [case for case in committed_cases() if case.name != "stable-baselines3"]  # a folder of archives
+
+
+@looped("case", FOLDERS_OF_ENGINES, lambda case: case.name)
+def test_the_folders_of_engines_have_the_values_that_they_have_here(case: Path) -> None:
+    """Also where names share a place in a file, with values of their own."""
+
+    def values(place: str) -> dict[Any, Any]:
+        found = tensors(ckptool.open(place).tree)
+        return {path: (entry.dtype, entry.shape, entry.row_major().read(0, entry.nbytes)) for path, entry in found}
+
+    with RangeServer(case) as server:
+        assert values(f"{server.url}checkpoint/") == values(str(case / "checkpoint"))
+
+
+def test_what_is_written_into_a_folder_has_the_name_that_it_has_here(files: Path, tmp_path: Path, run: Run) -> None:
+    with RangeServer(files) as server:
+        for place, out in ((server.url, tmp_path / "far"), (f"{files}/", tmp_path / "near")):
+            inputs = [f"{place}{name}{'/' * (files / name).is_dir()}" for name in ("m.safetensors", "hub", "dcp")]
+            assert run("convert", *inputs, "--to", "npz", "-d", out).code == 0
+    assert contents(tmp_path / "far") == contents(tmp_path / "near")
+
+
+def test_verify_says_that_the_steps_of_ranks_are_not_compared() -> None:
+    (case,) = (case for case in committed_cases() if case.name == "fsdp2-tp-2x2")
+    with RangeServer(case) as server:
+        (note,) = ckptool.verify(f"{server.url}checkpoint/").notes
+    assert note.code == "not-provable" and "no step was read in __0_0.distcp" in note.message
+
+
+class Timeless(RangeHandler):
+    """Says neither when a file was changed nor which it is."""
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword not in ("Last-Modified", "ETag"):
+            super().send_header(keyword, value)
+
+
+def test_a_folder_with_members_has_the_size_and_time_of_its_weights(run: Run) -> None:
+    (case,) = (case for case in committed_cases() if case.name == "accelerate-plain")
+    weights = case / "checkpoint" / "model.safetensors"
+    for handler in (RangeHandler, Timeless):
+        with RangeServer(case, handler=handler) as server:
+            (row,) = ckptool.scan(f"{server.url}checkpoint/").files
+            assert row.bytes == weights.stat().st_size and row.members
+            assert row.modified == (int(weights.stat().st_mtime) if handler is RangeHandler else 0)
+            shown = run("scan", f"{server.url}checkpoint/").out
+            assert (re.search(r"\d (s|min|h|d)  4 of 4 members", shown) is not None) == (row.modified != 0)
 
 
 def test_many_tensors_take_no_more_requests(tmp_path: Path) -> None:
@@ -184,6 +239,23 @@ def test_what_a_server_does_wrong_is_said_or_tried_again(
             with pytest.raises(kind, match=text):
                 ckptool.inspect(f"{server.url}model.pt")
         assert server.requests["model.pt"] <= 4
+
+
+@pytest.mark.parametrize(("after", "waits"), [("1", 1.0), ("0", 0), ("soon", 0), ("-1", 0), ("3600", None)])
+def test_a_busy_server_is_asked_again_when_it_says(
+    files: Path, after: str, waits: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "WAIT", 0.01)
+    later = type("Later", (RangeHandler,), {"more": {"Retry-After": after}})
+    with RangeServer(files, ["busy"], handler=later) as server:
+        began = time.monotonic()
+        if waits is None:
+            with pytest.raises(FileProblem, match=r"(?s)503.*Tried 1 time.*Try again in 3,600 seconds"):
+                ckptool.inspect(f"{server.url}model.pt")
+            assert server.requests["model.pt"] == 1
+        else:
+            ckptool.inspect(f"{server.url}model.pt")
+            assert time.monotonic() - began >= waits
 
 
 LIES = {"Content-Range": ("bytes 0-131071/²", "bytes 0-131071/" + "9" * 5_000), "Content-Encoding": ("gzip", "br")}
@@ -339,6 +411,29 @@ def test_nor_what_comes_before_a_host(files: Path, user: str, run: Run) -> None:
     with RangeServer(files) as server:
         ran = run("inspect", f"{server.url.replace('://', f'://{user}')}none.pt")
     assert ran.code == 2 and "/none.pt" in ran.err and "geheim" not in ran.err
+
+
+CHAINED = (
+    "zip://{}::{}",
+    "zip://a/{}::{}",
+    "dir://{}::{}",
+    "tar://{}::{}",
+    "zip://{}::dir://a.zip::{}",
+    "simplecache::{1}",
+)
+
+
+@pytest.mark.parametrize("chain", CHAINED)
+@pytest.mark.parametrize("user", ["me:geheim", "geheim", "me:mehr@geheim"])
+def test_nor_those_of_a_url_at_the_end_of_a_chain(files: Path, chain: str, user: str, run: Run, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.write(files / "model.pt", "model.pt")
+    with RangeServer(tmp_path) as server:
+        url = chain.format("model.pt", f"{server.url.replace('://', f'://{user}@')}a.zip?sig=s3cret")
+        for form in ([], ["--json"]):
+            ran = run("inspect", url, *form)
+            assert "geheim" not in ran.out + ran.err and "s3cret" not in ran.out + ran.err
+    assert ran.code == 0 or chain != CHAINED[0]
 
 
 def test_nor_that_of_where_a_redirect_leads(run: Run, tmp_path: Path) -> None:

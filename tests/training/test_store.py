@@ -22,6 +22,7 @@ from ckptool.output import durable
 from ckptool.training import store as store_module
 from ckptool.training.run_folder import Lock
 from ckptool.training.store import Lines, Retention, RunFolder, SavedState, StreamingSha256, name_of
+from tests.support.looped import looped
 from tests.support.small_runs import cut_short, flip_a_bit, forget_record
 
 STATE = {"model_state_dict": {"w": torch.arange(6.0)}, "step": 3}
@@ -225,6 +226,28 @@ def test_a_checkpoint_is_whole_while_it_is_replaced(tmp_path: Path) -> None:
     assert newest(store) == (2, [])
     flip_a_bit(path)
     assert newest(store) == (1, [2])
+
+
+@looped("seed", range(40))
+def test_the_only_whole_one_is_never_deleted(seed: int, tmp_path: Path) -> None:
+    """Whatever is damaged and whatever the rules: what stays satisfies them with whole checkpoints, by their sha256."""
+    rng = random.Random(seed)
+    store = made(tmp_path, *range(1, 7))
+    for step in rng.sample(range(1, 7), rng.randint(0, 6)):
+        rng.choice([flip_a_bit, flip_a_bit, *DAMAGES.values()])(tmp_path / "checkpoints" / name_of(step))
+    rules = Retention(
+        rng.randint(0, 2), rng.randint(0, 2), rng.choice([0, 2, 3]), "val_acc", rng.choice(["min", "max"])
+    )
+    whole = []
+    for saved in store.all():
+        file, facts = Path(saved.path), saved.sidecar or {}
+        digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+        whole += [saved] if (facts.get("sha256"), facts.get("step")) == (digest, saved.step) else []
+    reasons, unwanted = rules.divide(store.all(), "full")
+    gone = {saved.step for saved in unwanted}
+    if gone:
+        assert reasons == rules.reasons(whole)
+    assert not whole or {saved.step for saved in whole} - gone
 
 
 # Lines ----------------------------------------------------------------------------------------------------------------

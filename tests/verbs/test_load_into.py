@@ -2,8 +2,10 @@
 
 import copy
 import os
+import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ import ckptool
 from ckptool.errors import CkptoolError, Conflict, Corrupt, NoMatch, PlanRefused, Unsupported, UsageError
 from fixtures.make import TiedLanguageModel, mlp, train
 from tests.support.errors import three_parts
-from tests.support.files import saved
+from tests.support.files import load, saved
 from tests.support.live_models import Classifier, assert_same_state, bits, compiled, load_refused, snapshot
-from tests.support.looped import examples
+from tests.support.looped import examples, looped
+from tests.support.same import assert_same_objects
 
 
 @pytest.mark.parametrize("wrapper", ["", "module."])
@@ -236,3 +239,84 @@ def test_all_or_nothing(tmp_path: Path, data: strategies.DataObject) -> None:
         else:
             assert fact.how == "as it is"
             assert bits(tensor) == bits(state[fact.source].to(tensor.dtype))
+
+
+class Counting(nn.Linear):
+    """A module with a state that is no tensor: a number, text, a tensor inside, or nothing yet."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(2, 2)
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+STATES: list[Any] = [
+    3,
+    "text",
+    None,
+    {"scale": 2.0, "steps": [1, 2]},
+    {"amax": torch.tensor([1.0, 2.0])},
+    torch.arange(3),
+]
+
+
+@looped("seed", range(20))
+def test_extra_states_as_torch_loads_them(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+
+    def model(states: list[Any]) -> nn.Module:
+        layers = [
+            Counting(state) if rng_layer else nn.Linear(2, 2) for rng_layer, state in zip(kinds, states, strict=True)
+        ]
+        return nn.Sequential(*layers)
+
+    kinds = [True, *(rng.random() < 0.6 for _ in range(3))]
+    trained, ours, theirs = (model(states) for states in (rng.choices(STATES, k=4), [0] * 4, [0] * 4))
+    state = (nn.DataParallel(trained) if rng.random() < 0.5 else trained).state_dict()
+    gone = [key for key in state if key.endswith("_extra_state") and rng.random() < 0.2]
+    for key in gone:
+        del state[key]
+    result = theirs.load_state_dict({key.removeprefix("module."): value for key, value in state.items()}, strict=False)
+    for source in (state, saved(state, tmp_path / "a.pt"), ckptool.open(tmp_path / "a.pt")):
+        again = copy.deepcopy(ours)
+        report = ckptool.load_into(again, source)
+        assert_same_objects(dict(again.state_dict()), dict(theirs.state_dict()))
+        assert [fact.name for fact in report.missing] == result.missing_keys
+        started = ckptool.warm_start(source, ours)
+        if isinstance(started, ckptool.LoadReport):
+            ckptool.warm_start(source, ours, tmp_path / "out.pt", overwrite=True)
+            started = load(tmp_path / "out.pt")
+        started = started.tree if isinstance(started, ckptool.Checkpoint) else started
+        assert_same_objects(dict(ckptool.load(started)), dict(theirs.state_dict()))
+    plain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    unexpected = plain.load_state_dict(state if "0.weight" in state else {}, strict=False).unexpected_keys
+    named = [fact.name for fact in ckptool.load_into(plain, state).unexpected]
+    assert sorted(named) == sorted(unexpected) or "0.weight" not in state
+    with pytest.raises(PlanRefused) if named else nullcontext():
+        ckptool.load_into(plain, state, strict=True)
+    assert ckptool.load_into(ours, state, exclude="*_extra_state").missing == ()
+    assert all(getattr(layer, "state", 0) == 0 for layer in ours.children())
+
+
+def test_hooks_of_the_model_are_mentioned() -> None:
+    class Halved(nn.Linear):
+        def _load_from_state_dict(self, state: Any, prefix: str, *arguments: Any) -> None:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+            super()._load_from_state_dict(state, prefix, *arguments)
+
+    hooked = nn.Linear(2, 2)
+    hooked.register_load_state_dict_pre_hook(lambda *_: None)
+    for model in (Halved(2, 2), hooked, nn.Sequential(Halved(2, 2))):
+        (note,) = ckptool.load_into(model, model.state_dict()).normalised
+        assert note.code == "own-hooks"
+    for model in (
+        nn.BatchNorm1d(2),
+        nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+        nn.MultiheadAttention(2, 1),
+    ):
+        assert not ckptool.load_into(model, model.state_dict()).normalised
