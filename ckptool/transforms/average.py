@@ -36,6 +36,7 @@ _COMPONENTS = {"c32": "f16", "c64": "f32", "c128": "f64"}
 _PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
 _DIGIT = 16  # bits of a pattern that are counted in one pass
 _SMALL = 1 << 14  # up to so many patterns are sorted instead
+_HELP = Command(("ckptool", "average", "--help"), "help(ckptool.average)")
 _LAMBDA = Command(("--lambda",), "scale")  # another verb has --scale
 
 Read = Callable[[int, str], "Array"]
@@ -328,7 +329,7 @@ def merge_of(method: str, files: int, arguments: Mapping[str, Any]) -> Merge:
     density, t, decay = options.get("density", 0.5), options.get("t"), options.get("ema")
     densities = (density,) if isinstance(density, (int, float)) else tuple(density)
     for what, why in _problems(method, files, options, densities):
-        raise UsageError(what, why, "See ckptool average --help")
+        raise UsageError(what, why, f"See {_HELP}")
     weights = options.get("weights", [1.0 if "base" in METHODS[method].takes else 1 / files] * files)
     if t is not None:
         weights = [1 - t, t]
