@@ -1,4 +1,4 @@
-"""What is secret in the URL of a checkpoint is used, and never printed; URLs that name nothing, and missing packages."""
+"""Secrets in the URLs of checkpoints are used and never printed; URLs that name nothing, and missing packages."""
 
 from __future__ import annotations
 
