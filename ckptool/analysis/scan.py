@@ -18,12 +18,22 @@ from ckptool.checkpoint import FileRange, PartOf
 from ckptool.checkpoint.files import Folder, Source, entries_of, folder_at, open_input, size_at
 from ckptool.checkpoint.jobs import Jobs
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.paths import named_urls
+from ckptool.checkpoint.paths import is_url, named_urls
 from ckptool.checkpoint.tree import children
 from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import command, option
 from ckptool.conventions.state_dicts import kinds_of
-from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
+from ckptool.errors import (
+    CkptoolError,
+    Corrupt,
+    LimitExceeded,
+    NotACheckpoint,
+    Unsupported,
+    UsageError,
+    counted,
+    listed,
+    printable,
+)
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dataclass, dim, green, red, size, yellow
 from ckptool.formats import PathLike, marks, members, sharded
 from ckptool.formats.folder import MEMBERS
@@ -35,6 +45,7 @@ from ckptool.pickles.decode import reaches_a_call
 GOOD, PART, MEMBER, UNSAFE = "good", "part", "member", "unsafe-global"
 WORDS = {CALLED: "calls", MADE: "makes objects of", NAMED: "imports"}
 MAX_FILES, MAX_PLACES = 100_000, 5
+MAX_DEPTH = 32  # folders in folders, of a web server
 UNSUMMED = "without checksums for all data, so damage"
 MANY = 40  # files of a table below which those that are not good are named again
 
@@ -318,6 +329,9 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
         count += len(entries)
         if count > MAX_FILES:
             raise UsageError(f"{folder} holds more than {MAX_FILES:,} files", "Name a folder below it.")
+        if is_url(folder) and current.count("/") > folder.count("/") + MAX_DEPTH:
+            why = "Its server probably gives the same page for any name."
+            raise LimitExceeded(f"{folder} has folders more than {MAX_DEPTH} deep", why, "Name a file in it.")
         # The checkpoints of this folder (as a rule the folder itself), and the names in it that belong to them.
         claimed = set[str]()
         if _is_checkpoint(current) and not megatron.is_run(source := Folder(current)):  # each iteration of a run is one

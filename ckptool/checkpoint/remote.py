@@ -151,6 +151,8 @@ async def _answer_of(url: str, answer: Awaitable[Result]) -> Result:
         raise _IsFolder from None
     except Exception as error:
         message = foreign(f"{type(error).__name__}: {error}")
+        if type(error) in (ValueError, TypeError, NotImplementedError):  # of what was asked, not of the moment
+            raise UsageError(f"cannot use {url}", message) from error
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if isinstance(error, PermissionError) or "Credentials" in message[:40] or status in (401, 403):
             raise _denied(url, message) from error
@@ -462,9 +464,10 @@ def _listing(folder: str) -> _Listing:
     listed = _tried(url, lambda: _answer_of(url, asyncio.to_thread(fs.ls, path, detail=True)))
     for row in _begun(listed).result():
         name: str = row["name"].removeprefix(path) if is_web(url) else row["name"].rstrip("/").rpartition("/")[2]
-        if re.fullmatch(pattern, name) and row["name"].strip("/") != path.strip("/"):
-            plain = unquote(name.rstrip("/")) if is_web(url) else name  # unless that would be another URL
-            listing[name if re.search(r"[#?%\\\x00-\x1f\x7f\ufffd]", plain) else plain] = row["type"] == "directory"
+        plain = unquote(name.rstrip("/")) if is_web(url) else name  # unless that would be another URL, or path
+        is_below = row["name"].strip("/") != path.strip("/") and plain not in (".", "..")
+        if is_below and re.fullmatch(pattern, name):
+            listing[name if re.search(r"[/#?%\\\x00-\x1f\x7f\ufffd]", plain) else plain] = row["type"] == "directory"
     if len(listing) > MAX_FILES:
         raise LimitExceeded(f"{url} holds more than {MAX_FILES:,} files", "Name a file in it.")
     return listing
