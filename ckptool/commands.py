@@ -299,17 +299,23 @@ def for_python(function: Any) -> Any:
     sig, typed = signature_of(function), list(parameters_of(function))
     kinds = {param.name: getattr(param.annotation, "__origin__", param.annotation) for param in sig.parameters.values()}
     check = _check_of_types(function, kinds, typed)
+    takes_several = bool(typed) and typed[0].option.each
+    why = "A list of paths gives a list of reports; jobs=N or an executor works on several at a time."
 
     @wraps(function)
     def called(*args: Any, **options: Any) -> Any:
-        paths = args[0] if args and typed and typed[0].option.each and type(args[0]) in (list, tuple) else ()
-        paths = paths if all(isinstance(path, (str, os.PathLike)) for path in paths) else ()
-        for number, (name, value) in enumerate((*zip(sig.parameters, args, strict=False), *options.items())):
-            for item in paths if paths and not number else [value]:
-                check(name, item)
-        if paths:
-            many = import_module("ckptool.verbs._many_files")
-            return many.of_list(function, [*map(os.fspath, paths)], args[1:], options)
+        paths = None
+        if takes_several and args and isinstance(args[0], (list, tuple, Iterator)) and not hasattr(args[0], "read"):
+            paths, args = [*args[0]], args[1:]
+            for path in paths:
+                if not isinstance(path, (str, os.PathLike)):
+                    fix = f"One after the other: [ckptool.{function.__name__}(item) for item in …]"
+                    raise UsageError(f"{function.__name__} was given a list with {type(path).__name__} in it", why, fix)
+                check(typed[0].name, path)
+        for name, value in (*zip([*sig.parameters][paths is not None :], args, strict=False), *options.items()):
+            check(name, value)
+        if paths is not None:
+            return import_module("ckptool.verbs._many_files").of_list(function, [*map(os.fspath, paths)], args, options)
         report = function(*args, **options)
         return report.made[0] if getattr(report, "made", ()) else report
 
@@ -321,7 +327,8 @@ def for_python(function: Any) -> Any:
     vars(called)["__signature__"] = sig.replace(parameters=shown)
     lines = [f"{each.name}: {re.sub('--[a-z-]+', lambda f: names.get(f[0], f[0]), each.option.help)}" for each in typed]
     declared = inspect.signature(function, eval_str=True).parameters.values()
-    lines += [param.annotation.__doc__ or "" for param in declared if hasattr(param.annotation, "__required_keys__")]
+    writes = [param.annotation.__doc__ or "" for param in declared if hasattr(param.annotation, "__required_keys__")]
+    lines += writes + [why + " Into: folder=DIR, or in_place=True." * bool(writes)] * takes_several
     called.__doc__ = "\n    ".join([(function.__doc__ or "").rstrip() + "\n", *lines, ""])
     return called
 
@@ -401,6 +408,8 @@ def command(verb: str, *arguments: str, **options: Value) -> Command:
     present = {name: value for name, value in options.items() if value is not False and value != ""}
     words = (word for name, value in present.items() for word in _option_words(name, value))
     line = Command(("ckptool", *verb.split(), *map(as_argument, arguments), *words))
+    if verb == "inspect":  # whose report has all, whatever is printed of it
+        present.pop("all", None)
     if not VERBS[verb].in_python or any((verb, name) in SHELL_ONLY for name in present):
         return line
     positional = [_literal(arguments)] if verb == "average" else map(_literal, arguments)

@@ -42,7 +42,7 @@ def refuse_codes(checkpoint: Checkpoint, node: Mapping[Any, Any], report: LoadRe
     tensors = {key: value.view for key, value in node.items() if isinstance(value, (TensorEntry, Composite))}
     from ckptool.analysis.warm_start import AS_IT_IS  # which the other functions do not need
 
-    views = {tensors[fact.source] for fact in report.loaded if fact.how == AS_IT_IS}
+    views = {tensors.get(fact.source) for fact in report.loaded if fact.how == AS_IT_IS}  # or of an extra state
     loaded = {key for key, view in tensors.items() if view in views}
     unloaded = {fact.source for fact in report.unexpected} | {fact.source for fact in report.mismatched}
     is_split = any(0 < sum(key in loaded for key in weight.keys) < len(weight.keys) for weight in quant.weights)

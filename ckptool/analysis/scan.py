@@ -18,12 +18,22 @@ from ckptool.checkpoint import FileRange, PartOf
 from ckptool.checkpoint.files import Folder, Source, entries_of, folder_at, open_input, size_at
 from ckptool.checkpoint.jobs import Jobs
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.paths import named_urls
+from ckptool.checkpoint.paths import is_url, named_urls
 from ckptool.checkpoint.tree import children
 from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import command, option
 from ckptool.conventions.state_dicts import kinds_of
-from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
+from ckptool.errors import (
+    CkptoolError,
+    Corrupt,
+    LimitExceeded,
+    NotACheckpoint,
+    Unsupported,
+    UsageError,
+    counted,
+    listed,
+    printable,
+)
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dataclass, dim, green, red, size, yellow
 from ckptool.formats import PathLike, marks, members, sharded
 from ckptool.formats.folder import MEMBERS
@@ -35,6 +45,8 @@ from ckptool.pickles.decode import reaches_a_call
 GOOD, PART, MEMBER, UNSAFE = "good", "part", "member", "unsafe-global"
 WORDS = {CALLED: "calls", MADE: "makes objects of", NAMED: "imports"}
 MAX_FILES, MAX_PLACES = 100_000, 5
+MAX_DEPTH = 32  # folders in folders, of a web server
+UNSUMMED = "without checksums for all data, so damage"
 MANY = 40  # files of a table below which those that are not good are named again
 
 # What people call checkpoints. Pickles of other names in a folder are judged, and shown if they would run something;
@@ -49,7 +61,11 @@ _BESIDE = frozenset({"training_args.bin"})
 # Where training scripts keep how far they have come: the keys, the most exact first, then what stands in file names.
 _STEPS = "global_step global_steps step steps iteration iterations iter num_updates trainer_step".split()
 _EPOCHS = "epoch epochs current_epoch".split()
-_STEP_IN_NAME = re.compile(r"(?:global_?step|checkpoint|step|iter(?:ation)?)[-_=]?0*(\d{1,15})(?!\d)", re.IGNORECASE)
+_SETTINGS = re.compile(r"(?:.*_)?(?:args|arguments|config|cfg|conf|(?:h|hyper_?)?param(?:eter)?s|opts?|options)")
+_STEP_IN_NAME = re.compile(  # a word and a number, or nothing but a number
+    r"(?:(?:global_?step|checkpoint|ckpt|step|iter(?:ation)?)[-_=]?|^(?=\d{3,7}$))0*(\d{1,15})(?!\d)(k(?![a-z]))?",
+    re.IGNORECASE,
+)
 _EPOCH_IN_NAME = re.compile(r"(?:epoch|(?<![a-z])ep)[-_=]?0*(\d{1,9})(?!\d)", re.IGNORECASE)  # but not in `step-2`
 
 
@@ -86,7 +102,8 @@ class ScannedFile:
     opening or verifying it gave; in `problem` the sentence.  part: of what it is only a part.
     members: of how many files it is, where those are a folder of several kinds.
     step, epoch: how far the training was; null where neither the file nor its name says.
-    holds: what its parts are.  notes: codes of what one should know.  calls: names that ckptool does not know."""
+    holds: what its parts are.  notes: codes of what one should know.  calls: names that ckptool does not know.
+    checksums: whether `all`, `some` or `none` of the data were compared with one; null where the data were not read."""
 
     path: str
     state: str
@@ -102,6 +119,7 @@ class ScannedFile:
     notes: tuple[str, ...]
     calls: tuple[Call, ...]
     is_model: Annotated[bool, LIVE] = False
+    checksums: str | None = None
 
     @property
     def is_good(self) -> bool:
@@ -120,7 +138,8 @@ class ScannedFile:
             path = printable(self.path)
             detail = self.problem[len(path) :].lstrip(": ") if self.problem.startswith(path) else self.problem
         progress = ("" if number is None else f"{number:,}" for number in (self.step, self.epoch))
-        cells = (name, self.state, *progress, size(self.bytes), age(time.time() - self.modified), detail)
+        since = age(time.time() - self.modified) if self.modified else ""
+        cells = (name, self.state, *progress, size(self.bytes), since, detail)
         return tuple(map(red, cells)) if self.is_wrong else cells
 
     def told(self) -> Told:
@@ -194,6 +213,7 @@ class Scan(Report):
         if last:
             progress = [f"{name} {n:,}" for name, n in (("step", last.step), ("epoch", last.epoch)) if n is not None]
             read = [] if self.full else ["its data was not read: --full"]
+            read += [f"{UNSUMMED} in its data could not be seen"] if last.checksums in ("some", "none") else []
             yield f"{last.path} ({', '.join([*progress, size(last.bytes), *read])})"
             return
         if self.latest_only:
@@ -221,9 +241,12 @@ class Scan(Report):
             yield bold(f"{counted(len(self.files), 'file')}, {nbytes}: {facts}")
             wrong = [f"{self._relative(file)} ({file.state})" for file in self.files if file.is_wrong]
             yield f"not good: {listed(wrong, 6)}" if wrong and len(self.files) > MANY else None
-        if not self.full and any(file.is_good for file in self.files):
-            data = "data checksums were not verified (--full does)"
-            yield dim(f"good: tables and structure are whole; {data}")
+        good = [file for file in self.files if file.is_good]
+        unsummed = sum(file.checksums in ("some", "none") for file in good)
+        data = "data checksums were not verified (--full does)"
+        if self.full:
+            data = f"{unsummed:,} of {len(good):,} {UNSUMMED} in their data could not be seen" if unsummed else ""
+        yield dim(f"good: tables and structure are whole; {data}") if good and data else None
         for what, is_custom in (("would run unknown code", False), ("needs classes of its own", True)):
             calls = [(file, [call for call in file.calls if call.is_custom is is_custom]) for file in self.files]
             if any(file_calls for _, file_calls in calls):
@@ -265,16 +288,29 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
         source = Source(row.path) if row.state in ("corrupt", "truncated") else None
         if source is None or not reaches_a_call(FileRange(source, 0, source.size)):  # that is, before the damage
             rows.remove(row)
-    # The newest good one by step where every one has it, else by epoch, else by time: a copy or a download changes
-    # times. Of two of the same step, the one that holds more: kinds of contents and members, then bytes.
     good = [row for row in rows if row.is_good and files[row.path]]
     good = [row for row in good if row.is_model] or good  # rather than an optimizer or a data loader by itself
-    orders = (by for by in ("step", "epoch") if all(getattr(row, by) is not None for row in good))
-    by, latest = next(orders, "time") if good else "", max(good, key=lambda row: row.modified, default=None)
-    if by in ("step", "epoch"):
-        latest = max(good, key=lambda row: (getattr(row, by), len(row.holds) + row.members, row.bytes, row.modified))
+    good = [row for row in good if not os.path.basename(row.path).startswith(("tmp-", "tmp_"))] or good  # unfinished
+    latest, by = _newest(good)
     shown = ((latest,) if latest else ()) if latest_only else tuple(rows)
     return Scan(name, True, len(entries) - len(rows), latest, by, full, latest_only, shown)
+
+
+def _newest(good: list[ScannedFile]) -> tuple[ScannedFile | None, str]:
+    """The newest of these checkpoints, and what that was judged by.
+
+    By step (where all say their epoch, by that first), else by epoch, unless one that says neither was changed after
+    all that do; else by time, which a copy or a download changes. Of two of the same step, the one that holds more:
+    kinds of contents and members, then bytes.
+    """
+    for by in ("step", "epoch"):
+        known = [row for row in good if getattr(row, by) is not None]
+        in_epochs = all(row.epoch is not None for row in known)
+        if known and max(row.modified for row in known) == max(row.modified for row in good):
+            numbers = ((row.epoch if in_epochs else 0, getattr(row, by)) for row in known)
+            more = ((len(row.holds) + row.members, row.bytes, row.modified) for row in known)
+            return known[max(zip(numbers, more, range(len(known)), strict=True))[2]], by
+    return max(good, key=lambda row: row.modified, default=None), "time" if good else ""
 
 
 def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
@@ -293,6 +329,9 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
         count += len(entries)
         if count > MAX_FILES:
             raise UsageError(f"{folder} holds more than {MAX_FILES:,} files", "Name a folder below it.")
+        if is_url(folder) and current.count("/") > folder.count("/") + MAX_DEPTH:
+            why = "Its server probably gives the same page for any name."
+            raise LimitExceeded(f"{folder} has folders more than {MAX_DEPTH} deep", why, "Name a file in it.")
         # The checkpoints of this folder (as a rule the folder itself), and the names in it that belong to them.
         claimed = set[str]()
         if _is_checkpoint(current) and not megatron.is_run(source := Folder(current)):  # each iteration of a run is one
@@ -342,10 +381,13 @@ def _file_row(full: bool, path: str) -> ScannedFile:
     """The row of a checkpoint, with the step that its metadata or a file beside it states."""
     checkpoint = formats.read(path)
     contents = listing(checkpoint)
+    checksums: str | None = None
     if full:
         from ckptool.analysis.verify import verified
 
-        if problems := verified(open_input(path))[0].problems:
+        report = verified(open_input(path))[0]
+        checksums = report.checksums
+        if problems := report.problems:
             more = f" and {counted(len(problems) - 1, 'more problem')}" if len(problems) > 1 else ""
             raise Corrupt(f"{problems[0].what}{more}", problems[0].why)
     part = checkpoint.part
@@ -364,10 +406,12 @@ def _file_row(full: bool, path: str) -> ScannedFile:
         layout = members.members_of(checkpoint, Folder(path))
         count = layout.count if layout is not None else 0
         step_facts |= members.step_of(path)
-    if isinstance(checkpoint.source, Folder):
-        nbytes = checkpoint.source.size
-        if checkpoint.source.far:
-            modified = max((file.modified for file in checkpoint.source.files.values()), default=0.0)
+    source: Any = checkpoint.source
+    if isinstance(source, Folder) or source.far:  # a listing of a folder elsewhere has neither sizes nor times
+        nbytes = source.size
+    if source.far:
+        opened = source.files.values() if isinstance(source, Folder) else [source]
+        modified = max((file.modified for file in opened), default=0.0)
     tree = {**step_facts, "": checkpoint.tree} if step_facts else checkpoint.tree
     # Every name that is not known to be inert where it stands, the most dangerous use first.
     places: dict[tuple[str, str, str], list[str]] = {}
@@ -382,7 +426,7 @@ def _file_row(full: bool, path: str) -> ScannedFile:
     codes = dict.fromkeys(note.code for note in contents.notes if note.code not in (UNSAFE, PART, MEMBERS))
     calls.sort(key=lambda call: (call.is_custom, (CALLED, MADE, NAMED).index(call.how)))
     facts = *_progress(tree, path), nbytes, modified, tuple(kinds_of(contents.roots)), tuple(codes), tuple(calls)
-    return ScannedFile(path, state, problem, part, count, checkpoint.container, *facts, is_model)
+    return ScannedFile(path, state, problem, part, count, checkpoint.container, *facts, is_model, checksums)
 
 
 def _damaged_row(path: str, error: CkptoolError) -> ScannedFile:
@@ -399,18 +443,21 @@ def _progress(tree: Any, path: str) -> tuple[int | None, int | None]:
         return {key: value for key, value in pairs if type(key) is str and "." not in key}
 
     top = named(tree)
-    levels = [top, *map(named, top.values())]
+    levels = [top, *(named(value) for key, value in top.items() if not _SETTINGS.fullmatch(key.lower()))]
 
     def stated(keys: Iterable[str]) -> int | None:
         values = (level.get(key) for level in levels for key in keys)
         return next((value for value in values if type(value) is int and value >= 0), None)
 
-    name = os.path.splitext(os.path.basename(path))[0]
-    step, epoch, match = stated(_STEPS), stated(_EPOCHS), _STEP_IN_NAME.search(name)
+    *_, folder, base = os.path.abspath(path).split(os.sep)
+    step, epoch, name = stated(_STEPS), stated(_EPOCHS), os.path.splitext(base)[0]
+    match = _STEP_IN_NAME.search(name) or _STEP_IN_NAME.fullmatch(
+        "" if folder.isdigit() else folder
+    )  # `step_5/model.pt`
     if step is None and match is not None:
         # `checkpoint-12` of timm has epoch 12 in it, and that of many scripts the next one: no step.
         is_epoch = epoch is not None and match[0].lower().startswith("checkpoint") and abs(int(match[1]) - epoch) <= 1
-        step = None if is_epoch else int(match[1])
+        step = None if is_epoch else int(match[1]) * (1_000 if match[2] else 1)
     if epoch is None and (match := _EPOCH_IN_NAME.search(name)) is not None:
         epoch = int(match[1])
     return step, epoch

@@ -279,7 +279,8 @@ def _verify_data(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -
     path = source.path if source is not None else ""
     notes = [note for note in checkpoint.notes if note.code in _SAID]
     if checkpoint.untied:
-        what = f"no step is recorded in {listed(checkpoint.untied, 3)}"
+        no_step = "no step was read" if source is not None and source.far else "no step is recorded"
+        what = f"{no_step} in {listed(checkpoint.untied, 3)}"
         notes.append(Note("not-provable", f"nothing shows whether all files come from the same step: {what}"))
     return Verification(
         file=f"{path}#{address(checkpoint.base)}" if checkpoint.base else path,

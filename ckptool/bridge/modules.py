@@ -27,7 +27,7 @@ from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.paths import matcher
 from ckptool.conventions.state_dicts import EXTRA_STATE, one_state_dict
 from ckptool.errors import Unsupported, UsageError, counted, listed, printable
-from ckptool.formats import CheckpointLike, Opened, open_file, refuse_part
+from ckptool.formats import IN_MEMORY, CheckpointLike, Opened, open_file, refuse_part
 from ckptool.transforms.memory_names import as_named
 from ckptool.transforms.warm_start import Assignment, match_options, plan_warm_start
 
@@ -53,8 +53,13 @@ class _Slot(NamedTuple):
 def unwrapped(model: nn.Module, averages: bool = False) -> nn.Module:
     """The module inside DataParallel, DistributedDataParallel and `torch.compile`. averages: also in `AveragedModel`.
 
-    Raises `Unsupported` for FSDP, whose tensors are shards of the real ones.
+    Raises `Unsupported` for FSDP, whose tensors are shards of the real ones, `UsageError` for what is no module.
     """
+    if not isinstance(model, nn.Module):
+        what, why = f"the model was given as {type(model).__name__}, not a torch.nn.Module", "It comes first."
+        raise UsageError(
+            what, why, "Without a model, ckptool.load(FILE) gets values, ckptool.save(values, PATH) saves them"
+        )
     while True:
         inner: Any = None
         if type(model).__name__ == "FullyShardedDataParallel":
@@ -170,10 +175,6 @@ def load_into(
     shard. Raises `PlanRefused` (with its `report`) and what opening raises; then nothing of the model has changed.
     """
     options = match_options(rename, rules_file, only, exclude, missing, resize, on_mismatch, min_loaded, strict)
-    if not isinstance(model, nn.Module):
-        what = f"load_into was given {type(model).__name__}, not a torch.nn.Module"
-        why = "The model comes first: ckptool.load_into(model, FILE)"
-        raise UsageError(what, why, "To get a checkpoint's values without a model: ckptool.load(FILE)")
     bare = unwrapped(model)
     slots = _model_slots(bare)
     expected = _expected({key: slot.tensor for key, slot in slots.items()}, is_module=True)
@@ -184,7 +185,7 @@ def load_into(
     refuse_part(opened.checkpoint, part=part)
     source, (root, remark) = opened.checkpoint, one_state_dict(opened.checkpoint, opened.at)
     root = as_named(root, source, slots)
-    plan = plan_warm_start(root, str(source.source or "the checkpoint"), target, options, remark)
+    plan = plan_warm_start(root, str(source.source or IN_MEMORY), target, options, remark)
     refuse_codes(source, root.node, plan.report)
     # Counters that an older file lacks, which torch tolerates: zeros where the model's are on the meta device.
     zero = TensorEntry(Storage(InlineBytes(bytes(8)), "cpu"), BY_TORCH["int64"], (), (), 0)

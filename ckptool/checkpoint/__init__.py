@@ -20,7 +20,7 @@ from ckptool.checkpoint.graph import read_only, visit
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.progress import passes
 from ckptool.checkpoint.protocols import ArrayLike
-from ckptool.errors import Ambiguous, BadTensor, UsageError, printable
+from ckptool.errors import Ambiguous, BadTensor, UsageError, counted, printable
 from ckptool.facts import LIVE, dataclass, replace
 from ckptool.facts import Note as Note
 
@@ -188,16 +188,25 @@ class TensorEntry(ArrayLike):
         """The same elements, in row-major order, in another shape; a view where the strides allow it, as in torch."""
         from ckptool.checkpoint.strided import reshaped
 
+        if prod(shape) != self.numel or min(shape, default=0) < 0:
+            raise UsageError(
+                f"{self!r} cannot be reshaped to {list(shape)}", f"It has {counted(self.numel, 'element')}."
+            )
         return reshaped(self, shape)
 
     def narrow(self, dim: int, start: int, length: int) -> TensorEntry:
         """The view of `length` elements along a dimension, from `start`, as torch's `narrow`."""
-        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        if not 0 <= start <= start + length <= self.shape[dim]:
+            what = f"{self!r} has no elements {start} to {start + length} along dimension {dim}"
+            raise UsageError(what, f"It has {self.shape[dim]} there.")
+        shape = tuple(length if axis == dim % len(self.shape) else size for axis, size in enumerate(self.shape))
         offset = self.offset + start * self.stride[dim]
         return TensorEntry(self.storage, self.dtype, shape, self.stride, offset, self.flags)
 
     def permute(self, order: Sequence[int]) -> TensorEntry:
         """The view with its dimensions in this order, as torch's `permute`."""
+        if sorted(range(len(self.shape))[axis] for axis in order) != [*range(len(self.shape))]:
+            raise UsageError(f"{list(order)} is no order of the dimensions of {self!r}", "Each is there once.")
         shape, stride = (tuple(values[axis] for axis in order) for values in (self.shape, self.stride))
         return TensorEntry(self.storage, self.dtype, shape, stride, self.offset, self.flags)
 

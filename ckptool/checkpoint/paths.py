@@ -149,8 +149,10 @@ def parted(path: str) -> tuple[str, str]:
 # URLs, and what is secret in them -------------------------------------------------------------------------------------
 
 # What may be a secret in a URL: a password before the host, on the web a token too, and the query, as of a signed one.
+# A chained one has its host behind other links: `zip://model.pt::https://user:password@host/a.zip`.
 _USER = r"[^\s/?#]*:[^\s/?#]*@|(?:(?<=http://)|(?<=https://))[^\s/?#]+@"
-_SECRETS = rf"([A-Za-z][A-Za-z0-9+.-]+://)({_USER})?([^\s?#]*)(\?[^\s#]*)?"
+_LINKS = r"(?:[A-Za-z][A-Za-z0-9+.-]+(?:://(?:(?!::)[^\s?#])*)?::)*"
+_SECRETS = rf"({_LINKS}[A-Za-z][A-Za-z0-9+.-]+://)({_USER})?([^\s?#]*)(\?[^\s#]*)?"
 
 
 def named_urls(text: str) -> str:

@@ -28,7 +28,16 @@ from ckptool.checkpoint import files
 from ckptool.checkpoint.files import MAX_FILES, Folder, Source, file_changed, is_a_folder
 from ckptool.checkpoint.paths import KINDS, file_problem, foreign, given_url, named_urls
 from ckptool.commands import other_program
-from ckptool.errors import CkptoolError, FileMissing, FileProblem, LimitExceeded, MissingExtra, Unsupported, UsageError
+from ckptool.errors import (
+    CkptoolError,
+    FileMissing,
+    FileProblem,
+    LimitExceeded,
+    MissingExtra,
+    Unsupported,
+    UsageError,
+    counted,
+)
 
 END = 128 << 10  # bytes of each end of an object that are read at once: most tables are in them
 STEP, BEFORE = 16 << 10, 4 << 10  # bytes read where fewer are wanted, and in front of them
@@ -55,7 +64,9 @@ Result = TypeVar("Result")
 
 
 class _Again(Exception):
-    """A failure that may be gone a moment later: it is tried again."""
+    """A failure that may be gone a moment later: it is tried again.  pause: seconds that the server asks to wait."""
+
+    pause = 0
 
 
 class _IsFolder(Exception):
@@ -140,6 +151,8 @@ async def _answer_of(url: str, answer: Awaitable[Result]) -> Result:
         raise _IsFolder from None
     except Exception as error:
         message = foreign(f"{type(error).__name__}: {error}")
+        if type(error) in (ValueError, TypeError, NotImplementedError):  # of what was asked, not of the moment
+            raise UsageError(f"cannot use {url}", message) from error
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if isinstance(error, PermissionError) or "Credentials" in message[:40] or status in (401, 403):
             raise _denied(url, message) from error
@@ -200,11 +213,15 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
                 return Served(b"".join(blocks), int(size) if full_size is None else full_size, tag, when)
             if status in (404, 410):
                 raise file_problem(FileNotFoundError(ENOENT, ""), url, "read")
-            message = fields.get("X-Error-Message") or f"{status} {answer.reason}"
+            message = foreign(fields.get("X-Error-Message") or f"{status} {answer.reason}")
             if status in (401, 403, 407):
                 raise _denied(url, message)
             if status in (408, 425, 429) or status >= 500:
-                raise _Again(f"the server says {message}")
+                again = _Again(f"the server says {message}")
+                again.pause = (
+                    int(seconds[0]) if (seconds := re.match("[0-9]{1,9}$", fields.get("Retry-After", ""))) else 0
+                )
+                raise again
             raise FileProblem(f"cannot read {url}: the server says {message}")
     except ValueError as error:  # of the URL, or of one that it is redirected to
         raise UsageError(f"cannot use {url}", f"No web server is asked for that: {foreign(str(error))}") from error
@@ -230,16 +247,18 @@ _at_once = cache(lambda process: asyncio.Semaphore(AT_ONCE))  # a process has a 
 
 
 async def _tried(url: str, call: Callable[[], Awaitable[Result]]) -> Result:
-    """The result of a call, tried at most three times. Raises `FileProblem`."""
+    """The result of a call, tried at most three times, not earlier than the server says. Raises `FileProblem`."""
     async with _at_once(os.getpid()):
         for number in range(TRIES):
             try:
                 return await call()
             except _Again as error:
-                why = str(error)
-            if number < TRIES - 1:
-                await asyncio.sleep(WAIT * 2**number)
-    raise FileProblem(f"cannot read {url}: {why}", f"Tried {TRIES} times.", "Try again later.")
+                why, pause = str(error), max(error.pause, WAIT * 2**number)
+            if number == TRIES - 1 or pause > PATIENCE:
+                break
+            await asyncio.sleep(pause)
+    when = f"in {counted(int(pause), 'second')}" if pause > PATIENCE else "later"
+    raise FileProblem(f"cannot read {url}: {why}", f"Tried {counted(number + 1, 'time')}.", f"Try again {when}.")
 
 
 def _begun(work: Coroutine[Any, Any, Result]) -> Future[Result]:
@@ -445,9 +464,10 @@ def _listing(folder: str) -> _Listing:
     listed = _tried(url, lambda: _answer_of(url, asyncio.to_thread(fs.ls, path, detail=True)))
     for row in _begun(listed).result():
         name: str = row["name"].removeprefix(path) if is_web(url) else row["name"].rstrip("/").rpartition("/")[2]
-        if re.fullmatch(pattern, name) and row["name"].strip("/") != path.strip("/"):
-            plain = unquote(name.rstrip("/")) if is_web(url) else name  # unless that would be another URL
-            listing[name if re.search(r"[#?%\\\x00-\x1f\x7f\ufffd]", plain) else plain] = row["type"] == "directory"
+        plain = unquote(name.rstrip("/")) if is_web(url) else name  # unless that would be another URL, or path
+        is_below = row["name"].strip("/") != path.strip("/") and plain not in (".", "..")
+        if is_below and re.fullmatch(pattern, name):
+            listing[name if re.search(r"[/#?%\\\x00-\x1f\x7f\ufffd]", plain) else plain] = row["type"] == "directory"
     if len(listing) > MAX_FILES:
         raise LimitExceeded(f"{url} holds more than {MAX_FILES:,} files", "Name a file in it.")
     return listing

@@ -113,12 +113,13 @@ def second_names(tree: Any, names: Collection[Path]) -> list[str]:
 
 def memories(entries: Mapping[Key, TensorEntry]) -> dict[Key, int]:
     """A number for each tensor, the same for those that overlap in a storage; slices side by side in it do not."""
-    number, end, storage = 0, 0, None
+    spans = {key: (id(entry.storage), *entry.span()) for key, entry in entries.items()}
+    number, end, previous = 0, 0, 0
     numbers: dict[Key, int] = {}
-    for key in sorted(entries, key=lambda key: (id(entries[key].storage), *entries[key].span())):
-        begin, after = entries[key].span()
-        if entries[key].storage is not storage or begin >= end:
-            number, end, storage = number + 1, after, entries[key].storage
+    for key in sorted(spans, key=spans.__getitem__):
+        storage, begin, after = spans[key]
+        if storage != previous or begin >= end:
+            number, end, previous = number + 1, after, storage
         end = max(end, after)
         numbers[key] = number
     return {key: numbers[key] for key in entries}

@@ -103,7 +103,12 @@ class _Crew:
         with _starting() if self.pool else ExitStack():
             for number in range(first, min(first + AHEAD, len(self.items))):
                 if number not in self.outcomes:
-                    self.outcomes[number] = pool.submit(run, self.items[number])
+                    try:
+                        self.outcomes[number] = pool.submit(run, self.items[number])
+                    except Exception:
+                        if number == first:
+                            raise
+                        break  # as many as it takes: the others when one is done
 
     def result(self, number: int) -> Any:
         """The result of the work. If its process was lost, perhaps to other work, a single new one goes on."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
-from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple, TextIO, cast
 
@@ -108,11 +107,20 @@ def tell(text: str, live: bool = False) -> None:
 
 @contextmanager
 def _live_line() -> Iterator[Callable[[str], None] | None]:
-    """A function that shows a line, which the next one replaces and the end wipes; None where there is no terminal."""
+    """A function that shows a line, which the next one replaces and the end wipes; None where there is no terminal.
+    There is room behind it for the ^C that a terminal shows: what goes on in the next line would not be wiped."""
+    room = (style_of(sys.stderr).width or 80) - 3
     try:
-        yield partial(tell, live=True) if sys.stderr.isatty() else None
+        yield (lambda text: tell(_cut(text, room), live=True)) if sys.stderr.isatty() else None
     finally:
         tell("")
+
+
+def _cut(text: str, room: int) -> str:
+    """A text that takes so many columns at most: letters of some scripts take two."""
+    from rich.cells import cell_len, set_cell_size
+
+    return text if cell_len(text) <= room else set_cell_size(text, max(room - 1, 0)).rstrip() + "…"
 
 
 SHOWN_AFTER = 1.0  # seconds of a command; and half of it of a pass
@@ -160,10 +168,10 @@ def progress_line(label: str, width: int) -> str:
     amount = f"{done:,} of {counted(files, 'file')}" if files else nbytes
     seconds = monotonic() - outer.began
     remaining = f", {timedelta(seconds=round(seconds / share - seconds))} left" if share >= 0.01 else ""
-    room = width - len(amount + remaining) - 8
+    room = width - len(amount + remaining) - 10
     length = max(0, min(24, room - len(label)))
-    label = label if len(label) <= room - length else label[: max(0, room - length - 1)] + "…"
-    return f"{label} {share:4.0%} {bar(round(share * 1000), 1000, length):{length}} {amount}{remaining}"[: width - 1]
+    label = _cut(label, room - length)
+    return f"{label} {share:4.0%} {bar(round(share * 1000), 1000, length):{length}} {amount}{remaining}"
 
 
 @contextmanager
@@ -188,7 +196,7 @@ def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
                 tell(f"{line_of(fact, rate)}\n")
                 return
             last = line_of(fact, rate, drawn=True)
-            last = last if len(last) <= width else last[: max(width - 1, 0)] + "…"
+            last = _cut(last, width)
             show(last)
 
         try:

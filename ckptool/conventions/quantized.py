@@ -263,8 +263,8 @@ def scaled(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
     codes, scale = weight.parts["codes"], weight.parts["scale"]
     fits = is_f8(codes.dtype) or (codes.dtype.name == "i8" and not weight.keys[1].endswith("_inv"))
     require(fits, f"codes of type {codes.dtype}")
-    is_told = is_f8(codes.dtype) or scheme.method or scheme.blocks
-    require(bool(is_told), "int8 codes, of 8 bits or twice 4: only a quantization_config in config.json says which")
+    is_told = bool(is_f8(codes.dtype) or scheme.method or scheme.blocks)
+    require(is_told, "int8 codes, each of one number, or of two: only a quantization_config in config.json says which")
     if scale.dtype.name == "u8" and not scheme.blocks:
         scheme = replace(scheme, blocks=frozenset({(1, 32)}))  # the microscaling formats'
     kind = "int8" if codes.dtype.name == "i8" else "fp8"
@@ -496,18 +496,13 @@ def find_quantized(tree: Mapping[Any, Any], config: Mapping[str, Any], metadata:
 
 def may_be_quantized(tree: Mapping[Any, Any]) -> bool:
     """False for a state dict with no key and no type of a quantized weight, without a look at anything else."""
-    return any(
-        type(key) is str and (key.endswith(_MARKERS) or _is_matrix_of_codes(value)) for key, value in tree.items()
-    )
+    return any(type(key) is str and (key.endswith(_MARKERS) or _are_codes(value)) for key, value in tree.items())
 
 
 def _are_codes(value: Any) -> bool:
-    return isinstance(value, TensorEntry) and (value.dtype.name in _CODES or is_f8(value.dtype))
-
-
-def _is_matrix_of_codes(value: Any) -> bool:
-    """True for codes, of integers only where there are rows of them: a counter is none."""
-    return _are_codes(value) and (is_f8(value.dtype) or len(value.shape) > 1)
+    """True for what codes may be, of integers where there are rows of them: a counter has none."""
+    is_entry = isinstance(value, TensorEntry)
+    return is_entry and (is_f8(value.dtype) or (value.dtype.name in _CODES and len(value.shape) > 1))
 
 
 Named = tuple[str, QuantizedFormat, dict[str, str], Scheme | None]
@@ -560,11 +555,10 @@ def _present(tree: Mapping[Any, Any], keys: dict[str, str]) -> dict[str, str]:
 def _certain_codes(tree: Mapping[Any, Any]) -> set[str]:
     """The codes that are no weights by themselves: integers called a weight, and float8 or integers with a weight scale
     beside them, under any name, or, for float8, of a known name anywhere."""
-    codes = {key: value for key, value in tree.items() if type(key) is str and _is_matrix_of_codes(value)}
-    is_float8 = {key for key, value in codes.items() if is_f8(value.dtype)}
-    places = [key.rpartition(".") for key in (tree if codes else ()) if type(key) is str and key not in is_float8]
+    codes = {key for key, value in tree.items() if type(key) is str and _are_codes(value)}
+    float8 = {key for key in codes if is_f8(tree[key].dtype)}
+    places = [key.rpartition(".") for key in (tree if codes else ()) if type(key) is str and key not in float8]
     modules = {module for module, _, name in places if _SCALE.search(name)}
-    far = any(_FAR.search("".join(place)) for place in places)
-    return {
-        key for key in codes if key.rpartition(".")[0] in modules or (far if key in is_float8 else _WEIGHT.search(key))
-    }
+    certain = {key for key in codes - float8 if _WEIGHT.search(key)}
+    certain |= float8 if any(_FAR.search("".join(place)) for place in places) else set()
+    return certain | {key for key in codes if key.rpartition(".")[0] in modules}

@@ -145,6 +145,7 @@ _NAMES = {container.name: container for container in FORMATS}
 DEFAULT = "torch-zip"  # what is written where nothing says otherwise
 SHARDED, DCP = "sharded", "dcp"  # what is written as a folder
 LIVE = "live"  # what was read from memory
+IN_MEMORY = "the checkpoint"  # what it is called
 HEAD = 512
 
 
@@ -294,7 +295,7 @@ class Opened:
     @property
     def name(self) -> str:
         """What to call it: its path, if it has one."""
-        return self.path or "the checkpoint"
+        return self.path or IN_MEMORY
 
     @property
     def taken(self) -> Checkpoint:

@@ -151,11 +151,14 @@ def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int], 
             size = os.path.getsize(path)
             part = max(PART, (size // MOST_PARTS // GRAIN + 1) * GRAIN)
             bounds = {"chunksize": part, "max_concurrency": AT_ONCE}
-            sent.append(place if store else f"{folder}/.ckptool-{secrets.token_hex(8)}.tmp")
-            _put(fs, path, sent[-1], sent_before, tell, {name: bounds[name] for name in _STORES.get(store, ())})
-            if not store:
+            options = {name: bounds[name] for name in _STORES.get(store, ())}
+            if store:
+                _put(fs, path, place, sent, sent_before, tell, options)
+            else:
+                sent.append(hidden := f"{folder}/.ckptool-{secrets.token_hex(8)}.tmp")
+                _put(fs, path, hidden, sent, sent_before, tell, options)
                 sent.append(place)
-                fs.mv(sent[-2], place)
+                fs.mv(hidden, place)
             sent_before += size
     except BaseException:
         for place in reversed(sent):
@@ -168,16 +171,29 @@ def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int], 
         raise
 
 
-def _put(fs: Any, path: str, place: str, sent_before: int, tell: Callable[[int], None], bounds: dict[str, int]) -> None:
-    """Sends one file. A signal ends it between two parts, so that the store drops those that were sent."""
+def _put(
+    fs: Any,
+    path: str,
+    place: str,
+    sent: list[str],
+    sent_before: int,
+    tell: Callable[[int], None],
+    bounds: dict[str, int],
+) -> None:
+    """Sends one file. A signal ends it between two parts, so that the store drops those that were sent.
+
+    sent: gets the place once all parts have arrived; until then nothing is there, or what another writer put there.
+    """
     from fsspec.callbacks import Callback
 
     stopped = list[BaseException]()
 
-    def passed(_: int, sent: int) -> None:
+    def passed(size: int, done: int) -> None:
+        if done == size:
+            sent.append(place)
         if stopped:
             raise InterruptedError
-        tell(sent_before + sent)
+        tell(sent_before + done)
 
     callback = Callback(hooks={"sent": passed})
     if not fs.async_impl:
@@ -188,6 +204,7 @@ def _put(fs: Any, path: str, place: str, sent_before: int, tell: Callable[[int],
         with signals_held():  # until `job` says what has to be waited for
             job = asyncio.run_coroutine_threadsafe(fs._put_file(path, place, callback=callback, **bounds), fs.loop)
         job.result()
+        sent.append(place)
     except BaseException as error:
         stopped.append(error)
         if job is not None:

@@ -146,7 +146,7 @@ class LiveReader:
         """Marks an object that cannot be saved; all of them are named at the end."""
         kind = type(value)
         name = name or f"a {kind.__module__}.{kind.__qualname__}"
-        stand_in = Object(Global(kind.__module__, kind.__qualname__), ())
+        stand_in = Object(Global(kind.__module__, kind.__qualname__), (object.__repr__(value),))  # like no other
         if not fix and callable(getattr(value, "state_dict", None)):
             fix = "Save its .state_dict() instead."
         self.refused.append((stand_in, name, fix))

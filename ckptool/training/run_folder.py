@@ -25,7 +25,7 @@ import yaml
 
 from ckptool import __version__
 from ckptool.checkpoint.files import open_regular, read_small_text
-from ckptool.checkpoint.paths import file_problem
+from ckptool.checkpoint.paths import file_problem, is_url, refused_place
 from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, UsageError
 from ckptool.formats import PathLike
@@ -124,6 +124,8 @@ def recorded(folder: str) -> tuple[str, str]:
     if not os.path.isfile(path):
         if os.path.isdir(folder) and checkpoints_in(folder):
             raise _without_config(folder, OTHER_RUN)
+        if is_url(folder) and (problem := refused_place(folder, writing=True)):
+            raise problem
         raise UsageError(f"{folder} is not a run: it has no run.yaml", "", f"Start one: {command('train', 'run.yaml')}")
     text = read_small_text(path, "the configuration of a run", MAX_CONFIG)
     if (match := _ID.search(text)) is None:
@@ -321,6 +323,8 @@ def folder_of(run: PathLike) -> str:
     """The name of a run's folder. Raises `UsageError` for one that is no run."""
     name = os.fspath(run)
     if not seems_run(name):
+        if is_url(name) and (problem := refused_place(name, writing=True)):
+            raise problem
         raise UsageError(f"{name} is not a run: it lacks run.yaml or checkpoints", "", f"Look: {command('scan', name)}")
     return name
 

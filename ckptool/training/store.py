@@ -232,19 +232,18 @@ class Retention:
     ) -> tuple[dict[int, list[str]], list[SavedState]]:
         """The steps to keep, each with its rules, and the whole checkpoints that no rule keeps.
 
-        Damaged ones stay and do not count: they are for a person to look at. verify: how those are checked that are to
-        stay while others go, see `check`.
+        Damaged ones stay and do not count: they are for a person to look at. verify: those that stay, as `check` does.
         """
-        intact = [saved for saved in checkpoints if is_whole(saved, "size")]
-        checked = set[int]()
+        every = list(checkpoints)
+        intact = [saved for saved in every if is_whole(saved, "size")]
         while True:
             reasons = self.reasons(intact)
-            unwanted = [saved for saved in intact if saved.step not in reasons]
-            if verify == "size" or not unwanted or reasons.keys() <= checked:
-                return reasons, unwanted
-            new = reasons.keys() - checked
-            intact = [saved for saved in intact if saved.step not in new or is_whole(saved, verify)]
-            checked |= new
+            whole = [saved for saved in intact if saved.step not in reasons or is_whole(saved, verify)]
+            if len(whole) == len(intact):
+                unwanted = [saved for saved in intact if saved.step not in reasons]
+                damaged = {saved.step: ["damaged"] for saved in every if saved not in intact}
+                return dict(sorted((damaged | reasons).items())), unwanted
+            intact = whole
 
 
 # Lines ---------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ _COMPONENTS = {"c32": "f16", "c64": "f32", "c128": "f64"}
 _PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
 _DIGIT = 16  # bits of a pattern that are counted in one pass
 _SMALL = 1 << 14  # up to so many patterns are sorted instead
+_HELP = Command(("ckptool", "average", "--help"), "help(ckptool.average)")
 _LAMBDA = Command(("--lambda",), "scale")  # another verb has --scale
 
 Read = Callable[[int, str], "Array"]
@@ -328,7 +329,7 @@ def merge_of(method: str, files: int, arguments: Mapping[str, Any]) -> Merge:
     density, t, decay = options.get("density", 0.5), options.get("t"), options.get("ema")
     densities = (density,) if isinstance(density, (int, float)) else tuple(density)
     for what, why in _problems(method, files, options, densities):
-        raise UsageError(what, why, "See ckptool average --help")
+        raise UsageError(what, why, f"See {_HELP}")
     weights = options.get("weights", [1.0 if "base" in METHODS[method].takes else 1 / files] * files)
     if t is not None:
         weights = [1 - t, t]
@@ -415,26 +416,21 @@ def average(
     from_last, averaged = dict[str, str](), 0
     for key, value in last.items():
         entry = value if isinstance(value, TensorEntry) else array_entry(value)
-        kind = ""  # of what has no mean, and belongs to the other tensors; a counter, which is one number, does not
-        if isinstance(value, Composite):
-            kind = value.kind
-        elif entry is None:
-            kind = type(value).__name__ if any(True for _ in tensors(value)) else ""
-        elif not (entry.dtype.is_float or entry.dtype.name in _COMPONENTS):
-            kind = f"of type {entry.dtype.name}" if entry.numel > 1 else ""
-        elif entry is not value:
-            kind = "an array of numpy"
-        earlier = (Checkpoint({"": node[key]}, DEFAULT) for node in nodes[:-1])
-        if kind and not all(diff(other, Checkpoint({"": value}, DEFAULT), statistics=False).same for other in earlier):
-            what = f"{key!s} is a special tensor ({kind}), and differs between the files; its mean cannot be computed"
+        kind = f"of type {entry.dtype.name}" if entry is not None else type(value).__name__
+        kind = f"a {value.kind} tensor" if isinstance(value, Composite) else kind
+        is_number = entry is not None and (entry.dtype.is_float or entry.dtype.name in _COMPONENTS)
+        # A counter is one number, and may differ; codes, indices and what holds tensors belong to the other tensors.
+        belongs = any(True for _ in tensors(value)) if entry is None else is_number or entry.numel > 1
+        has_mean = is_number and entry is value
+        alone = [Checkpoint({"": node[key]}, DEFAULT) for node in nodes if belongs and not has_mean]
+        if not all(diff(other, alone[-1], statistics=False).same for other in alone[:-1]):
+            what = f"{key!s} has no mean ({kind}), and differs between the files"
             fix = "Give it as a plain tensor: tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), "
             fix += f"torch.from_numpy(array). Leave it out: {command('convert', names[0], exclude=str(key), out=OUT)}"
             raise Unsupported(what, "The last file's values would end up among the means. Nothing was written.", fix)
         tree[key] = value
-        if not isinstance(value, TensorEntry):
-            from_last[str(key)] = f"a {value.kind} tensor" if isinstance(value, Composite) else type(value).__name__
-        elif not (value.dtype.is_float or value.dtype.name in _COMPONENTS):
-            from_last[str(key)] = f"of type {value.dtype.name}"
+        if not has_mean:
+            from_last[str(key)] = kind
         else:  # names of one tensor in every file stay tied; so does what is the same part of one in every file
             averaged += 1
             entries = [node[key] for node in nodes]

@@ -18,7 +18,7 @@ from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.progress import over
 from ckptool.checkpoint.tree import Path, address, map_storages, rebuild, storages, stored_parts, tensors, walk
-from ckptool.commands import Slot, arg
+from ckptool.commands import NAME, OUT, Slot, arg, command, input_of
 from ckptool.conventions.state_dicts import PLAIN, find_state_dicts, is_optimizer
 from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed
 from ckptool.facts import size
@@ -105,7 +105,7 @@ def members_of(checkpoint: Checkpoint) -> dict[Any, Any]:
         raise UsageError(what, "A bundle is a dictionary of names.")
     if kind := one_thing(checkpoint):
         why = "Its entries are the tensors of one model or optimizer."
-        fix = f"It can be a member: ckptool bundle NAME={where if checkpoint.source else 'FILE'} … -o OUT"
+        fix = f"It can be a member: {command('bundle', members={NAME: input_of(checkpoint.source)}, out=OUT)}"
         raise UsageError(f"{where} is not a bundle, but {kind}", why, fix)
     return dict(tree)
 

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from ckptool.analysis.quantization import quantized_in
-from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows
 from ckptool.checkpoint.dtypes import Array, DType
 from ckptool.checkpoint.nodes import same_kind
@@ -21,7 +21,6 @@ from ckptool.conventions.quantized import QuantizedWeight, parsed
 from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Ambiguous, Corrupt, NoMatch, Unsupported, counted, listed
 
-_NONE = "None of its names and types match a known format."
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _INT8 = 7.874015718698502e-3  # 1 / 127 as bitsandbytes has it
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds a row
@@ -236,9 +235,7 @@ def dequantize(
         (address((*root.base, *root.path, weight.name)), weight) for root, codes in by_root for weight in codes.weights
     ]
     if not weights:
-        special = listed(sorted({v.kind for root in roots for v in root.node.values() if isinstance(v, Composite)}), 3)
-        why = f"Its tensors of {special} are computed by their library: tensor.dequantize()" if special else ""
-        raise NoMatch(f"{where} has no quantized weights{' of a known format' if special else ''}", why or _NONE)
+        raise NoMatch(f"{where} has no quantized weights of a known format", "None of its names and types match one.")
     entries: dict[tuple[Any, ...], TensorEntry] = {}  # by views of their parts: ties stay
     replaced: dict[int, Any] = {}
     for root, codes in by_root:

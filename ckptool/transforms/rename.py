@@ -113,18 +113,13 @@ def apply(checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename) ->
             if len(items) != len(state):
                 raise Conflict("two entries of the optimizer's state would get the same name", "Nothing was written.")
             replaced[id(state)] = same_kind(state, items)
-    if mapping:
-        refuse_described(checkpoint)
-        checkpoint = replace(checkpoint, tree=rebuild(checkpoint.tree, replaced=replaced))
-    return Renamed(checkpoint, total_changed, total, tuple(facts), mapping)
-
-
-def refuse_described(checkpoint: Checkpoint) -> None:
-    """Raises `Unsupported` where torchao's description of the weights, in the metadata, would keep their old names."""
-    if "tensor_names" in checkpoint.metadata:
+    if mapping and "tensor_names" in checkpoint.metadata:
         what = f"{checkpoint.source or 'the checkpoint'} describes its weights by name in its metadata (tensor_names)"
         fix = f"Compute the weights first: {command('cast', FILE, dtype='bf16', dequantize=True, out=OUT)}"
         raise Unsupported(what, "Under other names torchao would not find them. Nothing was written.", fix)
+    if mapping:
+        checkpoint = replace(checkpoint, tree=rebuild(checkpoint.tree, replaced=replaced))
+    return Renamed(checkpoint, total_changed, total, tuple(facts), mapping)
 
 
 def refuse_collisions(names: Mapping[str, str], where: str) -> None:

@@ -46,6 +46,7 @@ from ckptool.conventions.state_dicts import (
     wrappers,
 )
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
+from ckptool.formats import IN_MEMORY
 from ckptool.names.rule_files import renaming
 from ckptool.names.rules import Rule
 from ckptool.names.steps import by_rules
@@ -395,7 +396,7 @@ def _advice(report: LoadReport) -> str:
         return f"Perhaps: {arg(rename=sure)}"
     if sure:
         return f"Rules that would make more fit: {arg(suggest='rules.yaml')}, then {arg(rules='rules.yaml')}"
-    return f"See both sides: {command('inspect', report.source or FILE, all=True)}"
+    return f"See both sides: {command('inspect', FILE if report.source == IN_MEMORY else report.source, all=True)}"
 
 
 # What is written -----------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def _are_apart(pairs: Sequence[Pair]) -> bool:
 def _stopped_error(error: CkptoolError, file: str, number: int, count: int, jobs: Jobs = 1) -> CkptoolError:
     """The error of one of several files, which says what was written before it."""
     located = error.within(file)
-    progress = "None of the files were written; to write the others: --skip-refused."
+    progress = f"None of the files were written; to write the others: {arg(skip_refused=True)}."
     if number or jobs != 1:
         others = "some of the others may be done, too." if jobs != 1 else "the others are unchanged."
         progress = f"{number} of {count} files {form(number, 'was', 'were')} done before; {others}"
@@ -141,7 +141,7 @@ def in_folder(verb: str, files: Sequence[str], options: Options) -> Iterator[str
         raise UsageError(what, "A folder has no suffix.", f"For example: {arg(container='safetensors')}")
     taken: dict[str, str] = {}
     for file in files:
-        name = os.path.basename(absolute(split(file)[0]))
+        name = os.path.basename(absolute(split(file)[0]).rstrip("/"))
         name = name.split(".")[0] if name.endswith(".index.json") else name  # shards are written as a folder
         if container is not None and formats.for_output(name, formats.DEFAULT) != formats.by_name(container):
             name = os.path.splitext(name)[0] + (formats.by_name(container).suffixes or ("",))[0]

@@ -33,6 +33,7 @@ from ckptool.render.lines import error_text, lines
 from ckptool.verbs._options import File
 
 AT_ONCE = 1 << 26, 1 << 20  # bytes up to which statistics are read unasked: of files, of URLs
+PAUSE = 0.15  # seconds without another letter, after which a pattern is looked for
 SIBLINGS = 1_000  # shown at most: textual draws more of them too slowly
 
 
@@ -205,10 +206,10 @@ def browser(opened: Opened) -> Any:
         TITLE, ENABLE_COMMAND_PALETTE = "ckptool", False
         CSS: ClassVar[str] = """
         Names { height: 1fr; background: $background; scrollbar-gutter: stable; }
-        #about { height: 11; border-top: solid $primary; padding: 0 1; }
+        #about { height: 11; max-height: 50%; border-top: solid $primary; padding: 0 1; }
         Input { display: none; dock: bottom; }
         .-wide { layout: horizontal; } .-wide Names { width: 1fr; }
-        .-wide #about { width: 56; height: 1fr; border-top: none; border-left: solid $primary; }
+        .-wide #about { width: 56; height: 1fr; max-height: 100%; border-top: none; border-left: solid $primary; }
         """
         BINDINGS: ClassVar[list[Any]] = [
             Binding("slash", "ask('filter')", "Filter", key_display="/"),
@@ -228,6 +229,7 @@ def browser(opened: Opened) -> Any:
             self.differing, self.copied = list[Line](), list[str]()
             self.worker = ThreadPoolExecutor(1)  # reads one thing after the other, while keys are answered
             self.here: Any = None
+            self.overview = [*lines(self.contents.told(depth=0))]
 
         def compose(self) -> ComposeResult:
             self.names, self.field, self.text = Names(""), Input(), Static("", markup=False)
@@ -274,7 +276,7 @@ def browser(opened: Opened) -> Any:
         def look(self, data: Any) -> None:
             self.here = data
             if not isinstance(data, Branch) or not data.depth:
-                self.tell(lines(self.contents.told(depth=0)))
+                self.tell(self.overview)
             else:
                 self.action_statistics(AT_ONCE[is_url(opened.path)])
 
@@ -312,7 +314,7 @@ def browser(opened: Opened) -> Any:
         def on_input_changed(self, event: Any) -> None:
             if self.purpose == "filter" and event.value != self.pattern:
                 self.pattern = event.value
-                self.show()
+                self.set_timer(PAUSE, lambda: self.show() if self.pattern == event.value else None)
 
         def on_input_submitted(self, event: Any) -> None:
             self.field.display = False

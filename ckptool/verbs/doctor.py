@@ -73,7 +73,7 @@ def doctor(
             places = {tensor.location for _, tensor in tensors(open_file(file).taken.tree)} if file else None
             devices = None if places is None else sorted(places - {"cpu"})
         return of_error_text(error, path, devices)
-    if file is None or file == "":
+    if file is None or (isinstance(file, str) and not file):
         raise UsageError("doctor was given nothing to look at", "", f"For example: {command('doctor', 'model.pt')}")
     fix_options: Any = {"out": out, "dtype": dtype, **options}
     if not fix and (unused := [name for name, value in fix_options.items() if value and name != "progress"]):

@@ -65,14 +65,10 @@ def prune(
     from ckptool.training.configfile import reopen_to_prune
 
     with closing(reopen_to_prune(os.fspath(run), several(set), write=not dry_run)) as opened:
-        everything = opened.all()
-        reasons, unwanted = opened.retention.divide(everything, "full")
+        reasons, unwanted = opened.retention.divide(opened.all(), "full")
         deleted = tuple(Gone(saved.step, (saved.sidecar or {}).get("bytes", 0)) for saved in unwanted)
         if not dry_run:
             for saved in unwanted:
                 opened.remove(saved)
             opened.note("prune", steps=[checkpoint.step for checkpoint in deleted])
-    gone = {checkpoint.step for checkpoint in deleted}
-    reasons |= {saved.step: ["damaged"] for saved in everything if saved.step not in reasons and saved.step not in gone}
-    kept = tuple(Kept(step, tuple(why)) for step, why in sorted(reasons.items()))
-    return Pruned(os.fspath(run), deleted, kept, dry_run)
+    return Pruned(os.fspath(run), deleted, tuple(Kept(step, tuple(why)) for step, why in reasons.items()), dry_run)

@@ -10,6 +10,7 @@ from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.tree import map_storages, storages
+from ckptool.commands import FILE, OUT, command
 from ckptool.conventions.state_dicts import INNER_WRAPPERS, WEIGHTS, StateDict
 from ckptool.errors import UsageError
 from ckptool.formats import Module
@@ -35,6 +36,12 @@ def save(
     Numpy arrays become tensors in safetensors and other containers of tensors, and stay arrays in torch files.
     Raises `Unsupported`, naming what cannot be saved and where it is.
     """
+    if isinstance(tree, (str, os.PathLike)):
+        what, why = (
+            f"save was given the path {os.fspath(tree)!r} as what to save",
+            "The values come first, then the path.",
+        )
+        raise UsageError(what, why, f"What is in a file: {command('convert', FILE, out=OUT)}")
     if callable(getattr(path, "write", None)):  # an open file, through a temporary one
         from shutil import copyfileobj
         from tempfile import TemporaryDirectory

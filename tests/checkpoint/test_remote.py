@@ -6,13 +6,13 @@ import gc
 import itertools
 import os
 import re
-import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import quote
 
 import fsspec
 import pytest
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.checkpoint import remote
+from ckptool.checkpoint.tree import tensors
 from ckptool.errors import (
     CkptoolError,
     FileChanged,
@@ -33,7 +34,10 @@ from ckptool.errors import (
 )
 from fixtures.sparse import make_sparse
 from tests.support.cli import Run
-from tests.support.elsewhere import FILES, FOLDERS, READS, SHARDS, TENSORS, layered, make_elsewhere, plain
+from tests.support.elsewhere import FILES, FOLDERS, SHARDS, TENSORS, layered, make_elsewhere, plain
+from tests.support.engine_cases import committed_cases
+from tests.support.files import contents
+from tests.support.looped import looped
 from tests.support.range_server import RangeHandler, RangeServer
 from tests.support.same import assert_same_objects, assert_same_tree
 
@@ -79,6 +83,56 @@ def different(answer: Any, name: str) -> None:
     for key in ("fix", "fixes", *(("modified",) if "." not in name else ()), *(("bytes",) if name == "dcp" else ())):
         if isinstance(answer, dict):
             answer.pop(key, None)
+
+
+FOLDERS_OF_ENGINES = [case for case in committed_cases() if case.name != "stable-baselines3"]  # a folder of archives
+
+
+@looped("case", FOLDERS_OF_ENGINES, lambda case: case.name)
+def test_the_folders_of_engines_have_the_values_that_they_have_here(case: Path) -> None:
+    """Also where names share a place in a file, with values of their own."""
+
+    def values(place: str) -> dict[Any, Any]:
+        found = tensors(ckptool.open(place).tree)
+        return {path: (entry.dtype, entry.shape, entry.row_major().read(0, entry.nbytes)) for path, entry in found}
+
+    with RangeServer(case) as server:
+        assert values(f"{server.url}checkpoint/") == values(str(case / "checkpoint"))
+
+
+def test_what_is_written_into_a_folder_has_the_name_that_it_has_here(files: Path, tmp_path: Path, run: Run) -> None:
+    with RangeServer(files) as server:
+        for place, out in ((server.url, tmp_path / "far"), (f"{files}/", tmp_path / "near")):
+            inputs = [f"{place}{name}{'/' * (files / name).is_dir()}" for name in ("m.safetensors", "hub", "dcp")]
+            assert run("convert", *inputs, "--to", "npz", "-d", out).code == 0
+    assert contents(tmp_path / "far") == contents(tmp_path / "near")
+
+
+def test_verify_says_that_the_steps_of_ranks_are_not_compared() -> None:
+    (case,) = (case for case in committed_cases() if case.name == "fsdp2-tp-2x2")
+    with RangeServer(case) as server:
+        (note,) = ckptool.verify(f"{server.url}checkpoint/").notes
+    assert note.code == "not-provable" and "no step was read in __0_0.distcp" in note.message
+
+
+class Timeless(RangeHandler):
+    """Says neither when a file was changed nor which it is."""
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword not in ("Last-Modified", "ETag"):
+            super().send_header(keyword, value)
+
+
+def test_a_folder_with_members_has_the_size_and_time_of_its_weights(run: Run) -> None:
+    (case,) = (case for case in committed_cases() if case.name == "accelerate-plain")
+    weights = case / "checkpoint" / "model.safetensors"
+    for handler in (RangeHandler, Timeless):
+        with RangeServer(case, handler=handler) as server:
+            (row,) = ckptool.scan(f"{server.url}checkpoint/").files
+            assert row.bytes == weights.stat().st_size and row.members
+            assert row.modified == (int(weights.stat().st_mtime) if handler is RangeHandler else 0)
+            shown = run("scan", f"{server.url}checkpoint/").out
+            assert (re.search(r"\d (s|min|h|d)  4 of 4 members", shown) is not None) == (row.modified != 0)
 
 
 def test_many_tensors_take_no_more_requests(tmp_path: Path) -> None:
@@ -186,6 +240,23 @@ def test_what_a_server_does_wrong_is_said_or_tried_again(
         assert server.requests["model.pt"] <= 4
 
 
+@pytest.mark.parametrize(("after", "waits"), [("1", 1.0), ("0", 0), ("soon", 0), ("-1", 0), ("3600", None)])
+def test_a_busy_server_is_asked_again_when_it_says(
+    files: Path, after: str, waits: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "WAIT", 0.01)
+    later = type("Later", (RangeHandler,), {"more": {"Retry-After": after}})
+    with RangeServer(files, ["busy"], handler=later) as server:
+        began = time.monotonic()
+        if waits is None:
+            with pytest.raises(FileProblem, match=r"(?s)503.*Tried 1 time.*Try again in 3,600 seconds"):
+                ckptool.inspect(f"{server.url}model.pt")
+            assert server.requests["model.pt"] == 1
+        else:
+            ckptool.inspect(f"{server.url}model.pt")
+            assert time.monotonic() - began >= waits
+
+
 LIES = {"Content-Range": ("bytes 0-131071/²", "bytes 0-131071/" + "9" * 5_000), "Content-Encoding": ("gzip", "br")}
 
 
@@ -262,6 +333,38 @@ def test_a_listed_file_is_asked_for_under_its_own_name(tmp_path: Path) -> None:
         assert {f"{server.url}a b.pt", f"{server.url}ä.pt"} < found
 
 
+class Page(RangeHandler):
+    """Answers every name that ends in a slash with the same page of links."""
+
+    links: ClassVar[tuple[str, ...]] = ()
+
+    def answer(self, name: str, fault: str) -> None:
+        if name.endswith("/") or not name:
+            page = "".join(f'<a href="{link}">x</a>' for link in self.links).encode()
+            return self.send_bytes(200, {"Content-Type": "text/html"}, page)
+        return super().answer(name, fault)
+
+
+def test_links_that_lead_elsewhere_are_not_followed(files: Path, tmp_path: Path) -> None:
+    """Neither to files of this machine nor above the folder, whatever they are quoted as."""
+    here = quote(str(files / "model.pt"), safe="")
+    links = (here, f"x{here}", here.lower(), "%2e%2e/", "%2E%2E", ".%2e/", "%2e/", "..%2fmodel.pt", "..%5cmodel.pt")
+    (tmp_path / "below").mkdir()
+    for link in links:
+        page = type("Linked", (Page,), {"links": (link,)})
+        with RangeServer(tmp_path, handler=page) as server:
+            assert not any(each.is_good for each in ckptool.scan(f"{server.url}below/").files), link
+            assert all(path.startswith("/below/") for _, path, _ in server.log), server.log
+
+
+@pytest.mark.parametrize("links", [("x/",), ("a/", "b/", "m.pt"), ("x/", "x/?C=N")])
+def test_a_server_with_one_page_for_all_names_is_left(links: tuple[str, ...], tmp_path: Path, run: Run) -> None:
+    with RangeServer(tmp_path, handler=type("Same", (Page,), {"links": links})) as server:
+        for verb in ("scan", "doctor"):
+            ran = run(verb, server.url)
+            assert ran.code == 2 and "the same page for any name" in ran.err and len(server.log) < 200, ran
+
+
 def test_a_store_may_have_names_with_a_hash(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1)}, tmp_path / "m.pt")
     fsspec.filesystem("memory").pipe("/hash/a#b.pt", (tmp_path / "m.pt").read_bytes())
@@ -301,76 +404,3 @@ def test_a_file_that_changes_between_opening_and_reading(files: Path, tmp_path: 
         with pytest.raises(FileChanged):
             opened["layers.6.0"].numpy()
         assert "layers.6.0" in ckptool.open(f"{server.url}model.pt").tree  # opened anew, it is what it is now
-
-
-# Secrets --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def at(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.chdir(tmp_path)
-    torch.save(layered(), "dp.pt")
-    yield files
-
-
-@pytest.mark.long("every verb that reads, in two forms")
-@pytest.mark.parametrize("name", ["model.pt", "none.pt", "hub/"])
-def test_what_is_secret_in_a_url_is_never_printed(at: Path, name: str, run: Run) -> None:
-    with RangeServer(at) as server:
-        url = f"{server.url.replace('://', '://me:geheim@')}{name}?X-Amz-Signature=s3cret/x&other=1"
-        for command in (*READS, "report {0} -o r.html -f", "strip-module {0} --in-place", "strip-module dp.pt -o {0}"):
-            for form in ([], ["--json"]):
-                ran = run(*shlex.split(command.replace("{0}", f"'{url}'")), *form)
-                text = ran.out + ran.err
-                assert "bug" not in text and "geheim" not in text and "s3cret" not in text, (command, ran)
-        assert any("s3cret" in path for _, path, _ in server.log)  # the server got it
-        run("edit", "dp.pt", "--set", f"url={url}", "-o", "edited.pt")
-        assert ckptool.open("edited.pt")["url"] == url  # what is no file stays as it is
-        for function in (ckptool.inspect, ckptool.scan, ckptool.verify, ckptool.doctor):
-            try:
-                answer = repr(function(url).to_dict())
-            except CkptoolError as error:
-                answer = repr(error)
-            assert "geheim" not in answer and "s3cret" not in answer, function
-
-
-@pytest.mark.parametrize("user", ["geheim@", "me:mehr@geheim@"])
-def test_nor_what_comes_before_a_host(files: Path, user: str, run: Run) -> None:
-    with RangeServer(files) as server:
-        ran = run("inspect", f"{server.url.replace('://', f'://{user}')}none.pt")
-    assert ran.code == 2 and "/none.pt" in ran.err and "geheim" not in ran.err
-
-
-def test_nor_that_of_where_a_redirect_leads(run: Run, tmp_path: Path) -> None:
-    class Lost(RangeHandler):
-        def answer(self, name: str, fault: str) -> None:
-            self.send(302, {"Location": f"{self.path}&Signature=s3cret"})
-
-    with RangeServer(tmp_path, handler=Lost) as server:
-        ran = run("inspect", f"{server.url}model.pt?Key=s3cret%2F")
-    assert ran.code == 2 and "too many redirects" in ran.err and "s3cret" not in ran.err
-
-
-def test_two_urls_that_differ_in_their_query_are_two(files: Path) -> None:
-    with RangeServer(files) as server:
-        report = ckptool.diff(f"{server.url}model.pt?id=1", f"{server.url}model.pt?id=2")
-        assert report.left != report.right and report.same
-        assert {path.partition("?")[2] for _, path, _ in server.log} == {"id=1", "id=2"}
-
-
-@pytest.mark.parametrize(("url", "package"), [("hf://a/b/m.pt", "'ckptool[remote]'"), ("gs://a/m.pt", "gcsfs")])
-def test_a_package_that_is_missing_is_named_with_its_install_line(
-    url: str, package: str, at: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in [name for name in sys.modules if name.partition(".")[0] in ("fsspec", "gcsfs")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "gcsfs" if package == "gcsfs" else "fsspec", None)
-    for command in (*READS, "strip-module {0} -o o.pt", "strip-module dp.pt -o {0}", "convert dp.pt -d {0} --to npz"):
-        ran = run(*shlex.split(command.replace("{0}", url)))
-        assert ran.code == 2 and f"pip install {package}" in ran.out + ran.err, (command, ran)
-
-
-@pytest.mark.parametrize("url", ["http://", "s3:///", "hf://"])
-def test_a_url_that_names_nothing_is_told_so(url: str, at: Path, run: Run) -> None:
-    for command in (f"inspect {url}", f"strip-module dp.pt -o {url}", f"diff dp.pt {url}"):
-        assert "names no file" in run(*command.split()).err, command

@@ -188,6 +188,21 @@ def test_so_many_are_given_out_and_no_more(monkeypatch: pytest.MonkeyPatch) -> N
             assert task() == str(number) and max(given) == min(number + 2, 19)
 
 
+def test_an_executor_that_takes_only_so_many_gets_the_others_later() -> None:
+    pending = set[Future[Any]]()
+
+    class Bounded(ThreadPoolExecutor):
+        def submit(self, work: Any, /, *arguments: Any, **more: Any) -> Future[Any]:
+            if len(pending) >= 3:
+                raise RuntimeError("the queue is full")
+            pending.add(future := super().submit(work, *arguments, **more))
+            future.add_done_callback(pending.discard)
+            return future
+
+    with Bounded(2) as pool:
+        assert [task() for task in in_turn(str, range(20), pool)] == [*map(str, range(20))]
+
+
 def test_work_is_done_in_the_folder_that_it_was_asked_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a worker on another machine stands in some folder of its own."""
     for name in ("here", "there"):

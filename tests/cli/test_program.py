@@ -3,6 +3,7 @@ which nothing is cut."""
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from hypothesis import given, settings
 
 import ckptool
 from ckptool.checkpoint import progress
+from ckptool.cli import output
 from ckptool.cli.output import answer_of, progress_line
 from ckptool.errors import CkptoolError
 from ckptool.render.lines import Style
@@ -224,7 +227,29 @@ def test_what_reads_values_shows_how_far_it_is(tmp_path: Path, monkeypatch: pyte
             path.unlink()
 
 
-@pytest.mark.parametrize("width", [20, 60, 80, 200])
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("name", ["model.pt", "a-long-name" * 20, "日本語" * 30, "e\u0301" * 90])
+@pytest.mark.parametrize("columns", [20, 39, 40, 80])
+def test_a_drawn_line_leaves_room_for_the_interrupt_that_a_terminal_shows(
+    columns: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stderr", shown := Terminal())
+    monkeypatch.setattr(progress, "is_watched", True)
+    with output.status_line() as show, progress.reading(4 << 30):
+        for text in (name, progress_line(f"verify {name}", columns)):
+            show(text)
+    for line in shown.getvalue().split("\r\x1b[K")[1:-1]:
+        wide = sum(unicodedata.east_asian_width(each) in "WF" for each in line)
+        marks = sum(unicodedata.combining(each) > 0 for each in line)
+        assert line and len(line) + wide - marks + len("^C") < columns, line
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_line_has_room(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "is_watched", True)
     with progress.reading(4 << 30) as here, progress.reading(1 << 30) as inner:

@@ -124,6 +124,25 @@ def test_s3_keeps_the_old_object_when_a_new_one_fails(s3: S3Server, bench: Bench
     assert s3.held()[0]["a/out.pt"] > 40_000_000
 
 
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "refused"])
+def test_s3_keeps_what_another_writer_put_there_meanwhile(how: str, s3: S3Server, bench: Bench) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    def fault(_: str, query: str) -> bool:
+        if "partNumber=3" not in query:
+            return False
+        s3.client().put_object(Bucket="bucket", Key="a/out.pt", Body=b"another's")
+        if how != "refused":
+            started[0].send_signal(getattr(signal, how))
+            time.sleep(0.2)
+        return how == "refused"
+
+    s3.refuses = fault
+    started.append(bench.start("strip-module in.pt -o s3://bucket/a/out.pt"))
+    assert bench.ended(started[0])[0] == {"SIGINT": 130, "SIGTERM": 143, "refused": 2}[how]
+    assert s3.held() == ({"a/out.pt": 9}, [])
+
+
 def test_s3_says_what_is_wrong(s3: S3Server, bench: Bench) -> None:
     for change, said in (
         ({}, "bucket does not exist"),

@@ -5,7 +5,7 @@ a clone, and the tests that run the edited function are run until one fails, or 
 processor time. `list.jsonl` says of each what killed it: the judge of every change of the tests.
 
     python -m tests.mutants            the edits in the list that were killed, each of which must be killed again
-                                       where its code stands now
+                                       where its code stands now: first by the test that did it
     python -m tests.mutants --write    edits drawn anew from the code as it is; no room's killed share may fall by more
                                        than three points
 

@@ -55,10 +55,9 @@ def tried(edit: Edit, tests: list[str], root: Path) -> str:
         path.write_bytes(whole)
 
 
-def all_tried(found: list[Edit], jobs: int) -> list[str]:
-    """What came of each edit; goes on with what was tried of this commit before."""
-    tests = clones.measured(found)
-    kept = clones.WORK / f"tried-{clones.commit()}-{len(found)}.jsonl"
+def all_tried(found: list[Edit], tests: list[list[str]], jobs: int, name: str) -> list[str]:
+    """What came of each edit with its tests; goes on with what was tried of this commit under this name before."""
+    kept = clones.WORK / f"tried-{clones.commit()}-{name}-{len(found)}.jsonl"
     done: dict[int, str] = dict(map(json.loads, kept.read_text().splitlines())) if kept.exists() else {}
     left = [number for number in range(len(found)) if number not in done]
     random.Random(edits.SEED).shuffle(left)  # so that a part of them says something of all
@@ -69,7 +68,7 @@ def all_tried(found: list[Edit], jobs: int) -> list[str]:
     def one(number: int) -> None:
         edit, root = found[number], roots.get()
         try:
-            done[number] = tried(edit, chosen(tests[number]), root)
+            done[number] = tried(edit, tests[number], root)
         finally:
             roots.put(root)
         with kept.open("a") as file:
@@ -82,6 +81,22 @@ def all_tried(found: list[Edit], jobs: int) -> list[str]:
     for number in range(jobs):
         shutil.rmtree(clones.WORK / str(number), ignore_errors=True)
     return [done[number] for number in range(len(found))]
+
+
+def by_all(found: list[Edit], jobs: int) -> list[str]:
+    """What came of each edit, with all tests that run its function."""
+    return all_tried(found, [chosen(tests) for tests in clones.measured(found)] if found else [], jobs, "all")
+
+
+def again(rows: list[Row], jobs: int) -> list[str]:
+    """What came of each edit, first with the test that killed it; only for the others all tests are run."""
+    found, names = [edit for edit, _ in rows], clones.collected()
+    killers = [[how] if how in names else [] for _, how in rows]
+    now = all_tried(found, killers, jobs, "again")
+    others = [number for number, how in enumerate(now) if how in (SURVIVED, UNTESTED)]
+    for number, how in zip(others, by_all([found[number] for number in others], jobs), strict=True):
+        now[number] = how
+    return now
 
 
 def read() -> list[Row]:
@@ -116,12 +131,14 @@ def main() -> int:
     before = read()
     killed = [(edit, how) for edit, how in before if how not in (SURVIVED, UNTESTED)]
     now_at = edits.placed([edit for edit, _ in killed], clones.ROOT)
-    again = [(edit, how) for edit, (_, how) in zip(now_at, killed, strict=True) if edit is not None]
-    if not options.write:
-        print(f"{len(killed) - len(again)} of {len(killed)} edits are of code that is no longer there")
-    found = edits.drawn(clones.ROOT) if options.write else [edit for edit, _ in again]
-    now = list(zip(found, all_tried(found, options.jobs), strict=True))
-    worse = list(less(before if options.write else again, now, FALL if options.write else 0))
+    if options.write:
+        found = edits.drawn(clones.ROOT)
+        now = list(zip(found, by_all(found, options.jobs), strict=True))
+    else:
+        before = [(edit, how) for edit, (_, how) in zip(now_at, killed, strict=True) if edit is not None]
+        print(f"{len(killed) - len(before)} of {len(killed)} edits are of code that is no longer there")
+        now = [(edit, how) for (edit, _), how in zip(before, again(before, options.jobs), strict=True)]
+    worse = list(less(before, now, FALL if options.write else 0))
     if options.write:
         LIST.write_text("".join(json.dumps([vars(edit), how]) + "\n" for edit, how in now))
     print("killed less than before: " + ", ".join(worse) if worse else "nowhere less than before")

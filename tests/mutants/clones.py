@@ -91,6 +91,13 @@ def _temporary(root: Path) -> Path:
     return folder
 
 
+def collected() -> set[str]:
+    """The names of all tests."""
+    words = [ROOT / ".venv" / "bin" / "python", "-m", "pytest", "-q", "-n0", "--collect-only", "-p", "no:guard"]
+    out = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {line for line in out.splitlines() if "::" in line}
+
+
 def measured(edits: list[Edit], *some: str) -> list[list[tuple[float, str]]]:
     """For each edit the tests that run its function, with their seconds; from one run of all tests, or of some.
 

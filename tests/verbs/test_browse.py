@@ -19,7 +19,7 @@ import ckptool
 from ckptool.checkpoint.tree import find
 from ckptool.errors import MissingExtra, UsageError
 from ckptool.formats import open_file
-from ckptool.verbs.browse import browser, line_of
+from ckptool.verbs.browse import PAUSE, browser, line_of
 from fixtures.make import make
 from tests.support.cli import Run, done
 from tests.support.files import saved
@@ -53,7 +53,7 @@ def walked(file: Any, *steps: Any, size: tuple[int, int] = (80, 24)) -> list[Any
 
 async def settled(app: Any, pilot: Any) -> None:
     """Waits until everything that was asked for is read and shown."""
-    await pilot.pause()
+    await pilot.pause(2 * PAUSE if app.field.display else None)
     await asyncio.wrap_future(app.worker.submit(lambda: None))
     await pilot.pause()
 
@@ -109,6 +109,30 @@ def test_the_cursor_shows_values_as_numpy_prints_them_and_their_statistics(tmp_p
     bars = [line for line in said["a.w"].splitlines() if re.fullmatch("[ ▁▂▃▄▅▆▇█]{48}", line)]
     counts = numpy.histogram(state["a.w"].numpy(), 24)[0]
     assert len(bars) == 4 and [bars[-1][2 * place] != " " for place in range(24)] == [count > 0 for count in counts]
+
+
+def test_a_pattern_is_looked_for_when_no_more_letters_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rebuilding a tree of 50,000 tensors takes a second: not for each letter."""
+    state = {f"model.layers.{n}.{part}": torch.zeros(1) for n in range(30) for part in ("weight", "bias")}
+    app = browser(open_file(saved(state, tmp_path / "a.pt")))
+    shown: list[str] = []
+    monkeypatch.setattr(app, "show", lambda show=app.show: [shown.append(app.pattern), show()])
+
+    async def walk() -> None:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await pilot.press("slash", *"weight")
+            await settled(app, pilot)
+            assert shown[-1] == "weight" and len(shown) < 4 and "30 tensors" in screen(app)[0]
+            await pilot.press("enter")
+
+    asyncio.run(walk())
+
+
+@pytest.mark.parametrize("size", [(40, 10), (80, 12), (120, 8)])
+def test_in_a_low_terminal_half_of_it_is_the_tree(tmp_path: Path, size: tuple[int, int]) -> None:
+    state = {f"name{'x' * n}": torch.zeros(n) for n in range(1, 9)}
+    (shown,) = walked(saved(state, tmp_path / "a.pt"), screen, size=size)
+    assert sum("namex" in line and "f32" in line for line in shown) >= size[1] // 2 - 2
 
 
 def test_values_of_large_tensors_are_read_at_their_corners_alone(tmp_path: Path) -> None:

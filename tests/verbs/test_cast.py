@@ -192,7 +192,6 @@ def test_torchao_by_the_type_in_the_metadata(tmp_path: Path) -> None:
     for rename in (  # which the names in the metadata would not follow
         lambda: ckptool.add_module(file, out, overwrite=True),
         lambda: ckptool.rename(file, ["a.* => b.*"], out, overwrite=True),
-        lambda: ckptool.translate(file, "a.bias => b.bias", out, rest="keep", overwrite=True),
     ):
         with pytest.raises(Unsupported, match="by name in its metadata"):
             rename()

@@ -85,7 +85,8 @@ assert "torch" not in sys.modules
         (lambda given: ckptool.cast(given, io.BytesIO(), dtype="bf16"), "not a dtype"),
         (lambda given: ckptool.slim(given, io.BytesIO()), "slim was given BytesIO as its output"),
         (lambda given: ckptool.save(given, io.StringIO()), "does not accept bytes"),
-        (lambda given: ckptool.save("a.pt", given), "save was given OrderedDict as its output"),
+        (lambda given: ckptool.save("a.pt", given), "save was given the path 'a.pt'"),
+        (lambda given: ckptool.save(Path("a.pt"), "b.pt"), r"convert\(FILE, out=OUT\)"),
         (lambda given: ckptool.average(given, given), r"average\(\[A, B\]\)"),
         (lambda given: ckptool.average([given, given], given), r"average\(\[A, B\]\)"),
         (lambda given: ckptool.bundle(wrapped()), "given DataParallel as members"),
@@ -94,7 +95,15 @@ assert "torch" not in sys.modules
         (lambda given: ckptool.train({}, resume="Auto"), "given 'Auto' as resume(?s:.*)'never' or 'auto' or 'must'"),
         (lambda given: ckptool.edit(given, set={"module.tied": 1}), "drop='module.tied'"),
         (lambda given: ckptool.load(b"PK"), r"io.BytesIO\(data\)"),
-        (lambda given: ckptool.inspect([1]), r"state_dict\(\), model"),
+        (lambda given: ckptool.inspect([1]), r"a list with int in it(?s:.*)ckptool.inspect\(item\) for item"),
+        (lambda given: ckptool.cast([given], dtype="f16"), "a list with OrderedDict in it"),
+        (lambda given: ckptool.diff([given], given), r"state_dict\(\), model"),
+        (lambda given: ckptool.doctor(numpy.ones(2), fix=True), "type ndarray is not a file"),
+        (lambda given: ckptool.save_for_cpu("a.pt", "b.pt"), "str, not a torch.nn.Module"),
+        (lambda given: ckptool.unbundle(given, "out"), r"ckptool.bundle\(members={NAME: FILE}"),
+        (lambda given: ckptool.open(given)["module.0.weight"].narrow(0, 3, 2), "no elements 3 to 5"),
+        (lambda given: ckptool.open(given)["module.0.weight"].permute((0, 0)), "no order of the dimensions"),
+        (lambda given: ckptool.open(given)["module.0.weight"].reshape((-1,)), "cannot be reshaped"),
         (lambda given: ckptool.inspect(torch.optim.SGD([torch.ones(1)])), r"\.state_dict\(\)"),
     ],
 )
@@ -294,7 +303,7 @@ def test_other_kinds_of_tensors_stay_themselves_and_have_no_mean(kind: str) -> N
     one = {"module.w": torch.ones(2), "module.x": KINDS[kind](1.0)}
     assert ckptool.strip_module(one)["x"] is one["module.x"]
     assert ckptool.average([one, one])["module.x"] is one["module.x"]
-    with pytest.raises(ckptool.CkptoolError, match=r"module\.x is a special tensor") as caught:
+    with pytest.raises(ckptool.CkptoolError, match=r"module\.x has no mean") as caught:
         ckptool.average([one, {"module.w": torch.ones(2), "module.x": KINDS[kind](2.0)}])
     assert caught.value.code == "unsupported"
 
@@ -392,3 +401,47 @@ def test_an_open_file_is_read_from_where_it_stands_and_in_place(at: int, tmp_pat
         file.seek(0, io.SEEK_END)
         with pytest.raises(Truncated, match="at its end"):
             source_of(file)
+
+
+class Unpicklable:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("cannot be pickled")
+
+
+def mapped(value: float) -> Any:
+    """A tensor as `torch.vmap` hands it to the function that it maps."""
+    kept: list[Any] = []
+    torch.vmap(lambda row: (kept.append(row), row)[1])(torch.full((2, 3), value))
+    return kept[0]
+
+
+UNSAVED: dict[str, Callable[[float], Any]] = {
+    "oneDNN": lambda value: torch.full((2, 3), value).to_mkldnn(),
+    "vmap": mapped,
+    "jagged": lambda value: torch.nested.nested_tensor([torch.full((2,), value)], layout=torch.jagged),
+    "unpicklable": Unpicklable,
+    "function": lambda value: lambda: value,
+    "generator": lambda value: (item for item in [value]),
+    "local tuple": lambda value: collections.namedtuple("local", "value")(value),
+    "local dictionary": lambda value: type("Local", (dict,), {})(value=value),
+    "own tensor": lambda value: torch.full((2,), value).as_subclass(type("Own", (torch.Tensor,), {})),
+    "masked": lambda value: torch.masked.masked_tensor(torch.full((2,), value), torch.tensor([True, False])),
+    "module": lambda value: nn.Linear(1, 1).requires_grad_(bool(value)),
+    "bytes": lambda value: io.BytesIO(bytes([int(value)])),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@looped("kind", UNSAVED)
+def test_what_no_file_holds_stays_itself_and_is_equal_to_nothing_else(kind: str, tmp_path: Path) -> None:
+    one, other = (UNSAVED[kind](value) for value in (1.0, 0.0))
+    state = {"module.a": torch.ones(2), "module.b": torch.ones(2), "module.x": one}
+    assert ckptool.diff(state, dict(state)).same
+    assert not ckptool.diff(state, {**state, "module.x": other}).same
+    for result in (ckptool.strip_module(state), ckptool.cast(ckptool.strip_module(state), dtype="f16")):
+        assert result["x"] is one
+    assert ckptool.inspect(state).tensors and ckptool.doctor(state).file == ""
+    refused("unsupported", tmp_path, lambda: ckptool.save(state, tmp_path / "a.pt"), "module.x")

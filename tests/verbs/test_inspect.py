@@ -1,16 +1,14 @@
-"""`inspect` and `scan`: what is in a checkpoint, its statistics, and the notes on it with the commands that mend it;
-the state of a folder of checkpoints or of a run, without torch, whatever is in it; what a file's pickles would call."""
+"""`inspect`: what is in a checkpoint, its statistics, and the notes on it with the commands that mend it; the state of
+a run."""
 
 from __future__ import annotations
 
 import io
 import itertools
 import json
-import os
 import re
 import shlex
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from ckptool.analysis.outline import MemoryNeeds, memory_needs
 from ckptool.training.store import name_of
 from ckptool.training.trainer import start
 from tests.support.cli import Run
-from tests.support.files import opened, saved, weights
+from tests.support.files import opened, saved
 from tests.support.looped import looped
 from tests.support.object_graphs import saved_graph
 from tests.support.small_runs import Typed, config, cut_short, flip_a_bit, train_typed
@@ -196,160 +194,6 @@ def test_the_command_that_is_printed_of_a_run_works(typed: Typed, changes: tuple
         cut_short(path)
     said = typed("inspect", "runs/x")[1]
     assert "none of them is whole, so it cannot resume" in said and "ckptool" not in said
-
-
-class Foreign:
-    """A class that ckptool does not know."""
-
-    def __init__(self) -> None:
-        self.value = 1
-
-
-def leave_a_trace(path: str) -> None:
-    Path(path).write_text("it ran")
-
-
-class Runs:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return leave_a_trace, (str(self.path),)
-
-
-def checkpoint(path: Path, step: int | None = None, **more: Any) -> Path:
-    tree = {"model": {"fc.weight": torch.ones(4, 4)}, **({} if step is None else {"step": step}), **more}
-    torch.save(tree, path)
-    return path
-
-
-@pytest.fixture
-def some_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "run"
-    (folder / "old").mkdir(parents=True)
-    for name, step in (("a.pt", 100), ("old/b.pt", 50), ("c.pt", 300), ("d.pt", 200)):
-        checkpoint(folder / name, step)
-    os.truncate(folder / "c.pt", 900)
-    (folder / "empty.pt").touch()
-    (folder / "notes.txt").write_text("text")
-    (folder / ".hidden.pt").write_text("not looked at")
-    return folder
-
-
-def test_a_folder_is_listed_with_states_steps_and_sizes(some_folder: Path) -> None:
-    found = ckptool.scan(some_folder)
-    rows = {os.path.relpath(file.path, some_folder): file for file in found.files}
-    assert {name: (file.state, file.step) for name, file in rows.items()} == {
-        "a.pt": ("good", 100),
-        "c.pt": ("truncated", None),
-        "d.pt": ("good", 200),
-        "empty.pt": ("truncated", None),
-        "old/b.pt": ("good", 50),
-    }
-    assert rows["a.pt"].bytes == (some_folder / "a.pt").stat().st_size and rows["a.pt"].holds == ("model weights",)
-    assert (found.findings, found.other_files, found.latest_by) == (2, 2, "step")
-    assert found.latest is not None and found.latest.path == str(some_folder / "d.pt")
-
-
-def test_the_newest_by_time_where_no_file_says_its_step(tmp_path: Path) -> None:
-    for number, name in enumerate(("late.pt", "early.pt")):
-        os.utime(checkpoint(tmp_path / name), (1_000_000 - number, 1_000_000 - number))
-    found = ckptool.scan(tmp_path)
-    assert found.latest_by == "time" and found.latest is not None and found.latest.path.endswith("late.pt")
-
-
-@pytest.mark.parametrize(
-    ("name", "tree", "expected"),
-    [
-        ("model.pt", {"global_step": 7, "epoch": 2}, (7, 2)),
-        ("model.pt", {"trainer": {"step": 9}}, (9, None)),
-        ("checkpoint-500.pt", None, (500, None)),
-        ("checkpoint-500.pt", {"epoch": 2}, (500, 2)),
-        ("checkpoint-12.pth.tar", {"epoch": 12}, (None, 12)),  # timm
-        ("checkpoint_0199.pth.tar", {"epoch": 200}, (None, 200)),  # MoCo
-        ("step_2.pt", {"epoch": 2}, (2, 2)),
-        ("epoch=3-step=1000.ckpt", None, (1000, 3)),
-        ("model_epoch_50.pth", None, (None, 50)),
-        ("resnet50.pt", None, (None, None)),
-        ("model.pt", {"step": True, "epoch": -1}, (None, None)),
-    ],
-)  # fmt: skip
-def test_how_far_a_checkpoint_was(name: str, tree: Any, expected: Any, tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(1), **(tree or {})}, tmp_path / name)
-    (file,) = ckptool.scan(tmp_path).files
-    assert (file.step, file.epoch) == expected
-
-
-def test_the_command(some_folder: Path, tmp_path: Path, run: Run) -> None:
-    bad, empty, files = (tmp_path / name for name in ("bad", "empty", "files"))
-    for folder in (bad, empty, files):
-        folder.mkdir()
-    (bad / "a.pt").touch()
-    clean, foreign = checkpoint(files / "clean.pt"), checkpoint(files / "foreign.pt", config=Foreign())
-    unread = "data checksums were not verified"
-    for words, code, said in (
-        ((some_folder, "--latest-good", "-q"), 0, f"{some_folder / 'd.pt'}\n"),
-        ((some_folder, "--latest-good"), 0, "its data was not read: --full)"),
-        ((some_folder, "--latest-good", "--full"), 0, f"{some_folder / 'd.pt'} (step 200, "),
-        ((bad, "--latest-good", "-q"), 1, ""),
-        ((bad,), 1, "1 not good"),
-        ((empty,), 0, "0 checkpoints"),
-        ((clean,), 0, "nothing in it would run"),
-        ((foreign,), 1, f"makes objects of  {__name__}.Foreign  at config"),
-        ((clean, foreign, "-q"), 1, ""),
-        ((files,), 1, unread),
-        ((files, "--full"), 1, ""),
-    ):
-        found = run("scan", *map(str, words))
-        assert found.code == code and (said in found.out if said else unread not in found.out), (words, found)
-        assert "-q" not in words or found.out == said, (words, found)
-
-
-def test_what_is_wrong_in_a_long_list_is_named_at_its_end(tmp_path: Path, run: Run) -> None:
-    for number in range(45):
-        checkpoint(tmp_path / f"{number}.pt")
-    (tmp_path / "7.pt").write_bytes((tmp_path / "8.pt").read_bytes()[:-30])
-    assert "\nnot good: 7.pt (truncated)\n" in run("scan", tmp_path).out
-
-
-def test_what_a_pickle_would_call_is_named_with_its_place(tmp_path: Path) -> None:
-    trace = tmp_path / "trace"
-    path = checkpoint(tmp_path / "a.pt", hooks=[Runs(trace)], config=Foreign(), cls={Foreign: 1})
-    (file,) = ckptool.scan(path).files
-    home = __name__
-    assert [(call.name, call.how, call.places, call.is_custom) for call in file.calls] == [
-        (f"{home}.leave_a_trace", "called", ("hooks/0",), False),
-        (f"{home}.Foreign", "named", ("cls",), False),
-        (f"{home}.Foreign", "made", ("config",), True),
-    ]
-    assert not trace.exists()
-
-
-def test_a_call_that_is_thrown_away_is_named(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
-        archive.writestr("b/data.pkl", b"\x80\x02cbuiltins\nbreakpoint\n)R0}.")
-        archive.writestr("b/version", "3\n")
-    (file,) = ckptool.scan(tmp_path / "b.pt").files
-    assert [(call.name, call.how) for call in file.calls] == [("builtins.breakpoint", "called")]
-
-
-def test_links_to_folders_to_themselves_and_to_nothing_are_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to(tmp_path)
-    (tmp_path / "itself.pt").symlink_to("itself.pt")
-    (tmp_path / "nothing.pt").symlink_to("gone.pt")
-    checkpoint(tmp_path / "a.pt")
-    assert len(ckptool.scan(tmp_path).files) == 1
-
-
-def test_a_folder_with_other_checkpoints_beside_its_weights_is_not_one_of_them(tmp_path: Path) -> None:
-    (tmp_path / "demo").mkdir()
-    for name in ("model.safetensors", "a.pt"):
-        ckptool.save(weights("a.w"), tmp_path / "demo" / name)
-    found = ckptool.scan(tmp_path)
-    assert [Path(file.path).name for file in found.files] == ["model.safetensors", "a.pt"]
-    assert sum(file.bytes for file in found.files) == sum(path.stat().st_size for path in tmp_path.glob("*/*"))
-    (tmp_path / "demo" / "a.pt").rename(tmp_path / "demo" / "a.txt")
-    assert [Path(file.path).name for file in ckptool.scan(tmp_path).files] == ["demo"]
 
 
 def needs(value: Any, folder: Path, at: str = "") -> MemoryNeeds:

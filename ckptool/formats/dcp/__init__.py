@@ -83,7 +83,7 @@ def read(source: Input) -> Checkpoint:
         flags, grad = tensor.flags, value.requires_grad  # one object for all that are equal
         # Names that are tied are two tensors.
         values[name] = tensor.with_flags(flags if flags.requires_grad == grad else flags._replace(requires_grad=grad))
-    untied = [] if folder.far else _check_steps(tables, values)  # elsewhere, values are read where they are asked for
+    untied = _check_steps(tables, values)
     tree, mark, notes, aside = tree_pickle.restored(values)
     if tree is None:
         tree, restored = with_optimizers(_nested(tables, values))
@@ -140,14 +140,15 @@ def _no_table(folder: Folder, is_file: bool) -> CkptoolError:
 
 
 def _check_steps(tables: Tables, values: dict[str, Any]) -> list[str]:
-    """The files that do not say of which step they are, if there are several files.
+    """The files that do not say of which step they are, if there are several files. Elsewhere none does: values are
+    read there where they are asked for.
 
     Raises `Conflict` where all parameters of a file are at an earlier step than the latest in other files; a single
     parameter may have been frozen for a while.
     """
     steps: dict[str, list[float]] = {}
     for name, value in tables.values.items():
-        if name.endswith(".step") and len(value.chunks) == 1:
+        if name.endswith(".step") and len(value.chunks) == 1 and not tables.folder.far:
             earlier = steps.get(file := value.chunks[0].place.relative_path, [])
             if len(earlier) < MAX_STEPS and (step := number_in(values[name])) is not None:
                 steps[file] = [*earlier, step]

@@ -18,7 +18,7 @@ import os
 import re
 import threading
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from math import prod
@@ -169,6 +169,9 @@ class Payloads:
         for file, chunks in by_file.items():
             known: dict[tuple[int, Box, str], TensorEntry | Stored] = {}
             opened, owner = Place(file), owner_of(file)
+            places = Counter(pieces[name][number].place.offset for name, number, _ in chunks if self.folder.far)
+            for offset in (offset for offset, names in places.items() if names > 1):
+                self._safetensors_at(file, offset)  # in one, several names have values of their own at a place
             for name, number, dtype in chunks:
                 chunk: Chunk = pieces[name][number]
                 at = chunk.place.offset
@@ -266,20 +269,27 @@ class Payloads:
 
     def _in_safetensors(self, name: str, chunk: Chunk) -> TensorEntry | None:
         """The chunk in a safetensors that begins at the place and goes on to the end of the file; None without one."""
-        key = chunk.place.relative_path, chunk.place.offset
-        file = self.folder.open(key[0])
-        if key not in self._safetensors:
-            part = file.part(key[1], file.size - key[1])
-            if part.size < 10 or part.read(8, 1) != b"{":
-                return None
-            checkpoint = safetensors.read(part)
-            self._safetensors[key] = checkpoint.tree if checkpoint.tensors_only else {}, saved_offsets(checkpoint)
-        tree, offsets = self._safetensors[key]
+        if (found := self._safetensors_at(chunk.place.relative_path, chunk.place.offset)) is None:
+            return None
+        tree, offsets = found
         entry, begin = tree.get(name), list(chunk.offsets)
         if not isinstance(entry, TensorEntry) or offsets.get(name, begin) != begin:
+            file = self.folder.open(chunk.place.relative_path)
             what = f"{file} has no chunk of {name} at {begin} in its safetensors"
             raise Corrupt(what, "That writer saves one chunk of each name; the table belongs to another checkpoint.")
         return entry
+
+    def _safetensors_at(self, name: str, offset: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """The tensors of such a safetensors in a file, and the offsets of their chunks, by name."""
+        if (name, offset) not in self._safetensors:
+            file = self.folder.open(name)
+            part = file.part(offset, file.size - offset)
+            if part.size < 10 or part.read(8, 1) != b"{":
+                return None
+            checkpoint = safetensors.read(part)
+            tree = checkpoint.tree if checkpoint.tensors_only else {}
+            self._safetensors[name, offset] = tree, saved_offsets(checkpoint)
+        return self._safetensors[name, offset]
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageEr
 from ckptool.names.rules import Rule, Translation
 from ckptool.names.steps import Overs, Step
 from ckptool.transforms.optimizers import Slots
-from ckptool.transforms.rename import moved_metadata, refuse_described
+from ckptool.transforms.rename import moved_metadata
 from ckptool.transforms.translate.apply import KEEP, REFUSE, TranslatedRoot, plan_steps, refuse_unused
 
 Values = tuple[str, ...]
@@ -109,8 +109,6 @@ def translated_items(checkpoint: Checkpoint, translation: Translation, node: Map
 def _refuse_changed_codes(checkpoint: Checkpoint, root: TranslatedRoot) -> None:
     keys = {key for step in root.steps if step.rule.chain for key in step.keys}
     refuse_quantized(checkpoint, [root.scope.node], "Changed", keys)
-    if root.steps:
-        refuse_described(checkpoint)
 
 
 # Keys that are missing -----------------------------------------------------------------------------------------------

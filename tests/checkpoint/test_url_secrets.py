@@ -1,0 +1,116 @@
+"""Secrets in the URLs of checkpoints are used and never printed; URLs that name nothing, and missing packages."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptool
+from ckptool.errors import CkptoolError
+from tests.support.cli import Run
+from tests.support.elsewhere import READS, layered, make_elsewhere
+from tests.support.range_server import RangeHandler, RangeServer
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_elsewhere(tmp_path_factory.mktemp("elsewhere"))
+
+
+@pytest.fixture
+def at(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    torch.save(layered(), "dp.pt")
+    yield files
+
+
+@pytest.mark.long("every verb that reads, in two forms")
+@pytest.mark.parametrize("name", ["model.pt", "none.pt", "hub/"])
+def test_what_is_secret_in_a_url_is_never_printed(at: Path, name: str, run: Run) -> None:
+    with RangeServer(at) as server:
+        url = f"{server.url.replace('://', '://me:geheim@')}{name}?X-Amz-Signature=s3cret/x&other=1"
+        for command in (*READS, "report {0} -o r.html -f", "strip-module {0} --in-place", "strip-module dp.pt -o {0}"):
+            for form in ([], ["--json"]):
+                ran = run(*shlex.split(command.replace("{0}", f"'{url}'")), *form)
+                text = ran.out + ran.err
+                assert "bug" not in text and "geheim" not in text and "s3cret" not in text, (command, ran)
+        assert any("s3cret" in path for _, path, _ in server.log)  # the server got it
+        run("edit", "dp.pt", "--set", f"url={url}", "-o", "edited.pt")
+        assert ckptool.open("edited.pt")["url"] == url  # what is no file stays as it is
+        for function in (ckptool.inspect, ckptool.scan, ckptool.verify, ckptool.doctor):
+            try:
+                answer = repr(function(url).to_dict())
+            except CkptoolError as error:
+                answer = repr(error)
+            assert "geheim" not in answer and "s3cret" not in answer, function
+
+
+@pytest.mark.parametrize("user", ["geheim@", "me:mehr@geheim@"])
+def test_nor_what_comes_before_a_host(files: Path, user: str, run: Run) -> None:
+    with RangeServer(files) as server:
+        ran = run("inspect", f"{server.url.replace('://', f'://{user}')}none.pt")
+    assert ran.code == 2 and "/none.pt" in ran.err and "geheim" not in ran.err
+
+
+CHAINED = (
+    "zip://{}::{}",
+    "zip://a/{}::{}",
+    "dir://{}::{}",
+    "tar://{}::{}",
+    "zip://{}::dir://a.zip::{}",
+    "simplecache::{1}",
+)
+
+
+@pytest.mark.parametrize("chain", CHAINED)
+@pytest.mark.parametrize("user", ["me:geheim", "geheim", "me:mehr@geheim"])
+def test_nor_those_of_a_url_at_the_end_of_a_chain(files: Path, chain: str, user: str, run: Run, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.write(files / "model.pt", "model.pt")
+    with RangeServer(tmp_path) as server:
+        url = chain.format("model.pt", f"{server.url.replace('://', f'://{user}@')}a.zip?sig=s3cret")
+        for form in ([], ["--json"]):
+            ran = run("inspect", url, *form)
+            assert "geheim" not in ran.out + ran.err and "s3cret" not in ran.out + ran.err
+    assert ran.code == 0 or chain != CHAINED[0]
+
+
+def test_nor_that_of_where_a_redirect_leads(run: Run, tmp_path: Path) -> None:
+    class Lost(RangeHandler):
+        def answer(self, name: str, fault: str) -> None:
+            self.send(302, {"Location": f"{self.path}&Signature=s3cret"})
+
+    with RangeServer(tmp_path, handler=Lost) as server:
+        ran = run("inspect", f"{server.url}model.pt?Key=s3cret%2F")
+    assert ran.code == 2 and "too many redirects" in ran.err and "s3cret" not in ran.err
+
+
+def test_two_urls_that_differ_in_their_query_are_two(files: Path) -> None:
+    with RangeServer(files) as server:
+        report = ckptool.diff(f"{server.url}model.pt?id=1", f"{server.url}model.pt?id=2")
+        assert report.left != report.right and report.same
+        assert {path.partition("?")[2] for _, path, _ in server.log} == {"id=1", "id=2"}
+
+
+@pytest.mark.parametrize(("url", "package"), [("hf://a/b/m.pt", "'ckptool[remote]'"), ("gs://a/m.pt", "gcsfs")])
+def test_a_package_that_is_missing_is_named_with_its_install_line(
+    url: str, package: str, at: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [name for name in sys.modules if name.partition(".")[0] in ("fsspec", "gcsfs")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "gcsfs" if package == "gcsfs" else "fsspec", None)
+    for command in (*READS, "strip-module {0} -o o.pt", "strip-module dp.pt -o {0}", "convert dp.pt -d {0} --to npz"):
+        ran = run(*shlex.split(command.replace("{0}", url)))
+        assert ran.code == 2 and f"pip install {package}" in ran.out + ran.err, (command, ran)
+
+
+@pytest.mark.parametrize("url", ["http://", "s3:///", "hf://"])
+def test_a_url_that_names_nothing_is_told_so(url: str, at: Path, run: Run) -> None:
+    for command in (f"inspect {url}", f"strip-module dp.pt -o {url}", f"diff dp.pt {url}"):
+        assert "names no file" in run(*command.split()).err, command
