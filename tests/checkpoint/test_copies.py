@@ -84,6 +84,22 @@ def test_entries_and_listings_cross_processes(start: str, tmp_path: Path, monkey
         os.close(fd)
 
 
+def test_copies_of_what_is_in_memory() -> None:
+    """They are of the same tensors, whatever becomes of the first."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        state = {f"module.w{number}": torch.randn(3) for number in range(20)}
+        expected = {name[7:]: tensor.half() for name, tensor in state.items()}
+        checkpoint = ckptool.open(state)
+        duplicates = [copy.deepcopy(checkpoint), copy.deepcopy(dict(checkpoint)), copy.copy(checkpoint)]
+        del checkpoint, state
+        gc.collect()
+        for duplicate in duplicates:
+            result = ckptool.load(ckptool.cast(ckptool.strip_module(duplicate), dtype="f16"))
+            assert result.keys() == expected.keys()
+            assert all(torch.equal(result[name], tensor) for name, tensor in expected.items())
+
+
 def test_a_pickle_never_stands_for_other_values(tmp_path: Path) -> None:
     """Not for those of a new file under the old name; and `torch.save` writes no name in the place of values."""
     path = saved(STATE, tmp_path / "a.pt")

@@ -98,6 +98,7 @@ assert "torch" not in sys.modules
         (lambda given: ckptool.inspect([1]), r"a list with int in it(?s:.*)ckptool.inspect\(item\) for item"),
         (lambda given: ckptool.cast([given], dtype="f16"), "a list with OrderedDict in it"),
         (lambda given: ckptool.diff([given], given), r"state_dict\(\), model"),
+        (lambda given: ckptool.spec([given]), "type list is not a file"),
         (lambda given: ckptool.doctor(numpy.ones(2), fix=True), "type ndarray is not a file"),
         (lambda given: ckptool.save_for_cpu("a.pt", "b.pt"), "str, not a torch.nn.Module"),
         (lambda given: ckptool.unbundle(given, "out"), r"ckptool.bundle\(members={NAME: FILE}"),
