@@ -302,9 +302,9 @@ def _newest(good: list[ScannedFile]) -> tuple[ScannedFile | None, str]:
         known = [row for row in good if getattr(row, by) is not None]
         in_epochs = all(row.epoch is not None for row in known)
         if known and max(row.modified for row in known) == max(row.modified for row in good):
-            numbers = ((row.epoch if in_epochs else 0, getattr(row, by)) for row in known)
             more = ((len(row.holds) + row.members, row.bytes, row.modified) for row in known)
-            return known[max(zip(numbers, more, range(len(known)), strict=True))[2]], by
+            places = [(row.epoch if in_epochs else 0, getattr(row, by), next(more)) for row in known]
+            return known[places.index(max(places))], by
     return max(good, key=lambda row: row.modified, default=None), "time" if good else ""
 
 
