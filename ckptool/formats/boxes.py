@@ -15,7 +15,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The offset of a block on every axis, and its sizes."""
 
 
-class Model(Protocol):
+class Original(Protocol):
     """A tensor that others are like, and where their bytes begin from the place that a table gives them."""
 
     @property
@@ -25,27 +25,27 @@ class Model(Protocol):
 
 
 class Stored:
-    """A tensor like the model's, in other bytes of a file. There may be hundreds of thousands, so its entry is made
-    once, when it is asked for, and then takes the place of the model. at: its place by the table.  crc: the checksum of
-    its bytes."""
+    """A tensor like the original's, in other bytes of a file. There may be hundreds of thousands, so its entry is made
+    once, when it is asked for, and then takes the place of the original.
+    at: its place by the table.  crc: the checksum of its bytes."""
 
-    __slots__ = ("at", "crc", "file", "model")
+    __slots__ = ("at", "crc", "file", "original")
 
-    def __init__(self, model: Model, file: Source, at: int, crc: int) -> None:
+    def __init__(self, original: Original, file: Source, at: int, crc: int) -> None:
         self.file, self.at, self.crc = file, at, crc
-        self.model: Model | TensorEntry = model
+        self.original: Original | TensorEntry = original
 
     @property
     def like(self) -> TensorEntry:
-        return self.model if isinstance(self.model, TensorEntry) else self.model.entry
+        return self.original if isinstance(self.original, TensorEntry) else self.original.entry
 
     @property
     def entry(self) -> TensorEntry:
-        if not isinstance(self.model, TensorEntry):
-            like = self.model.entry
-            place = FileRange(self.file, self.at + self.model.begin, like.storage.nbytes)
-            self.model = like.with_storage(Storage(place, like.location, self.crc))
-        return self.model
+        if not isinstance(self.original, TensorEntry):
+            like = self.original.entry
+            place = FileRange(self.file, self.at + self.original.begin, like.storage.nbytes)
+            self.original = like.with_storage(Storage(place, like.location, self.crc))
+        return self.original
 
 
 @dataclass(slots=True, eq=False)
