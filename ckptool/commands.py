@@ -307,11 +307,10 @@ def for_python(function: Any) -> Any:
         paths = None
         if takes_several and args and isinstance(args[0], (list, tuple, Iterator)) and not hasattr(args[0], "read"):
             paths, args = [*args[0]], args[1:]
-            for path in paths:
-                if not isinstance(path, (str, os.PathLike)):
-                    fix = f"One after the other: [ckptool.{function.__name__}(item) for item in …]"
-                    raise UsageError(f"{function.__name__} was given a list with {type(path).__name__} in it", why, fix)
-                check(typed[0].name, path)
+            if odd := [type(path).__name__ for path in paths if not isinstance(path, (str, os.PathLike))]:
+                fix = f"One after the other: [ckptool.{function.__name__}(item) for item in …]"
+                raise UsageError(f"{function.__name__} was given a list with {odd[0]} in it", why, fix)
+            check(typed[0].name, paths)
         for name, value in (*zip([*sig.parameters][paths is not None :], args, strict=False), *options.items()):
             check(name, value)
         if paths is not None:

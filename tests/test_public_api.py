@@ -43,14 +43,45 @@ def test_all_is_sorted_and_there() -> None:
 
 
 def test_type_checkers_see_the_same_names() -> None:
-    tree = ast.parse(Path(ckptool.__file__).read_text(encoding="utf-8"))
-    imported = [
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    ]
-    assert set(ckptool.__all__) <= set(imported)
+    """`python -m docs.stub` writes the file; another Python may print types otherwise."""
+    stub = import_module("docs.stub")
+    assert sys.version_info[:2] != (3, 11) or stub.STUB.read_text(encoding="utf-8") == stub.stub()
+    tree = ast.parse(stub.STUB.read_text(encoding="utf-8"))
+    imported = [alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert {*ckptool.__all__} <= {*imported, *(node.name for node in tree.body if isinstance(node, ast.FunctionDef))}
+
+
+TYPED = """
+reveal_type(ckptool.cast("a.pt", "b.pt", dtype="bf16").summary)
+reveal_type(ckptool.cast(given, dtype="bf16"))
+reveal_type(ckptool.cast(ckptool.open("a.pt"), torch.bfloat16))
+reveal_type(ckptool.cast(given, "b.pt", dtype="bf16"))
+reveal_type(ckptool.rename(given, "a => b", "b.pt"))
+reveal_type(ckptool.rename(ckptool.open("a.pt"), rules_file="rules.yaml"))
+reveal_type(ckptool.warm_start("a.pt", model).share)
+reveal_type([report.fine for report in ckptool.verify(Path().glob("*.pt"), jobs=2)])
+reveal_type(ckptool.average([model, model], "mean.pt").output)
+reveal_type(ckptool.inspect("a.pt").tensors)
+"""
+WRITTEN = "ckptool.verbs._save.Written"
+REVEALED = f"str;dict[Any, Any];Any;{WRITTEN};{WRITTEN};ckptool.checkpoint.Checkpoint;float;list[bool | Any];str;"
+REVEALED += "tuple[ckptool.analysis.inspect.TensorRow, ...] | Any"
+
+
+@pytest.mark.soak
+def test_scripts_as_the_documents_have_them_are_typed(tmp_path: Path) -> None:
+    home = Path(__file__).parents[1]
+    texts = [(home / name).read_text(encoding="utf-8") for name in ("README.md", "docs/python.md")]
+    blocks = re.findall("```python\n(.*?)```", "".join(texts), re.DOTALL)
+    head = "from pathlib import Path\n\nimport torch\n\nimport ckptool\n\n"
+    head += "given: dict[str, torch.Tensor] = {}\nmodel = torch.nn.Linear(1, 1)\n"
+    for number, text in enumerate([*blocks, head + TYPED]):
+        (tmp_path / f"script_{number}.py").write_text(text)
+    config = f"--config-file={home / 'pyproject.toml'}"
+    command = [sys.executable, "-m", "mypy", config, "--cache-dir", tmp_path / "cache", *sorted(tmp_path.glob("*.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=home, check=False)
+    assert not re.search("error: ", done.stdout), done.stdout
+    assert ";".join(re.findall('is "(.*)"', done.stdout)) == REVEALED
 
 
 def test_an_unknown_name() -> None:

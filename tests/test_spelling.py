@@ -119,8 +119,9 @@ def test_a_command_is_a_call_in_python(typed: Command, call: str) -> None:
 
 
 def test_what_no_function_does_stays_a_command() -> None:
-    for line in (command("inspect", FILE, all=True), command("demo", "x"), other_program("gzip -dc", "a.gz", into="a")):
+    for line in (command("translate", list=True), command("demo", "x"), other_program("gzip -dc", "a.gz", into="a")):
         assert line.python == str(line)
+    assert command("inspect", FILE, all=True).python == "ckptool.inspect(FILE)"  # whose report has all
 
 
 def test_a_name_that_looks_like_a_command_in_a_text_stays_a_name() -> None:

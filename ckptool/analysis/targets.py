@@ -90,8 +90,8 @@ class Target:
 
     @property
     def states(self) -> list[str]:
-        """The names under which modules save what is no parameter or buffer (`get_extra_state`)."""
-        return [name for name in self.values or () if name.endswith(EXTRA_STATE) and name not in self.tensors]
+        """The names of its extra states."""
+        return extra_states(self.values or (), self.tensors)
 
     @property
     def unique(self) -> list[Expected]:
@@ -116,6 +116,11 @@ def of_checkpoint(checkpoint: Checkpoint, name: str, at: str | None = None) -> T
     metadata = node.metadata if isinstance(node, OrderedDict) else None
     remarks = (remark,) if remark else ()
     return Target(name, CHECKPOINT, tensors, False, values, metadata, checkpoint, remarks)
+
+
+def extra_states(names: Iterable[Any], tensors: Collection[str]) -> list[str]:
+    """Those of the names that modules use for what is no parameter or buffer (`get_extra_state`), and no tensor."""
+    return [name for name in names if type(name) is str and name.endswith(EXTRA_STATE) and name not in tensors]
 
 
 def kind_by_name(name: str, dtype: DType | None) -> str:

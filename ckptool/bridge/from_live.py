@@ -60,9 +60,7 @@ class TorchReader(LiveReader):
         try:
             answer: tuple[Any, ...] = cast(Any, tensor).__reduce_ex__(2)
         except RuntimeError as error:  # it has no memory of its own: of oneDNN, inside of `torch.vmap`
-            return self.refuse(
-                tensor, f"a tensor that torch cannot save ({error})", "Save a plain copy: tensor.to_dense()"
-            )
+            return self.refuse(tensor, f"a tensor that torch cannot save ({error})", "Save it as tensor.to_dense()")
         function, args = answer[:2]
         builder = self._builder(function)
         if builder is None or len(answer) > 2 or not isinstance(args, tuple):

@@ -57,9 +57,7 @@ def unwrapped(model: nn.Module, averages: bool = False) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         what, why = f"the model was given as {type(model).__name__}, not a torch.nn.Module", "It comes first."
-        raise UsageError(
-            what, why, "Without a model, ckptool.load(FILE) gets values, ckptool.save(values, PATH) saves them"
-        )
+        raise UsageError(what, why, "Without a model: ckptool.load(FILE), ckptool.save(values, PATH)")
     while True:
         inner: Any = None
         if type(model).__name__ == "FullyShardedDataParallel":
@@ -202,7 +200,7 @@ def load_into(
     notes = [Note("meta-buffers", what)] if on_meta else []
     if hooked := _own_hooks(bare):
         notes.append(
-            Note("own-hooks", f"load_state_dict would run code of the model, load_into does not: {listed(hooked)}")
+            Note("own-hooks", f"load_state_dict would run code of the model, and this did not: {listed(hooked)}")
         )
     report = replace(plan.report, supplied=supplied, normalised=(*plan.report.normalised, *notes))
     report = replace(report, refused=(*report.refused, *_live_refusals(report, chosen, slots, options.missing, assign)))

@@ -20,7 +20,7 @@ from ckptool.checkpoint.graph import read_only, visit
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.progress import passes
 from ckptool.checkpoint.protocols import ArrayLike
-from ckptool.errors import Ambiguous, BadTensor, UsageError, counted, printable
+from ckptool.errors import Ambiguous, BadTensor, UsageError, printable
 from ckptool.facts import LIVE, dataclass, replace
 from ckptool.facts import Note as Note
 
@@ -190,7 +190,7 @@ class TensorEntry(ArrayLike):
 
         if prod(shape) != self.numel or min(shape, default=0) < 0:
             raise UsageError(
-                f"{self!r} cannot be reshaped to {list(shape)}", f"It has {counted(self.numel, 'element')}."
+                f"{self!r} cannot be reshaped to {list(shape)}", f"Their product has to be {self.numel:,}."
             )
         return reshaped(self, shape)
 

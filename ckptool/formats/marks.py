@@ -116,3 +116,9 @@ def recovered_notes(metadata: dict[str, Any]) -> tuple[Note, ...]:
             phrases.append(f"{counted(len(places), 'tensor was', were)} {words}: {listed(places, 3)}")
     lost = "; ".join(phrases) or "what was lost was not recorded"
     return (Note(RECOVERED_NOTE, f"recovered from a damaged file; {lost}"),)
+
+
+def omitted_notes(metadata: Mapping[str, Any], origin: str) -> tuple[Note, ...]:
+    """The note on metadata strings of safetensors that what is written of it cannot hold."""
+    names = listed(sorted(metadata.keys() - {"format", PICKLE, RECOVERED}), 3)
+    return (Note("metadata-left", f"{origin} has metadata strings that are left out: {names}"),) if names else ()

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckptool.analysis.targets import STATE, Target, accepted, kind_by_name, tie_groups
+from ckptool.analysis.targets import STATE, Target, accepted, extra_states, kind_by_name, tie_groups
 from ckptool.analysis.warm_start import (
     AS_IT_IS,
     REFUSED,
@@ -36,15 +36,7 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.tree import map_storages
 from ckptool.commands import FILE, Slot, arg, command, several
-from ckptool.conventions.state_dicts import (
-    COUNTER,
-    EXTRA_STATE,
-    StateDict,
-    of_positions,
-    paired,
-    without_wrappers,
-    wrappers,
-)
+from ckptool.conventions.state_dicts import COUNTER, StateDict, of_positions, paired, without_wrappers, wrappers
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.formats import IN_MEMORY
 from ckptool.names.rule_files import renaming
@@ -131,12 +123,15 @@ def plan_warm_start(
         raise UsageError(what, f"Available: {', '.join(ON_MISMATCH)}.")
     targets, groups = target.tensors, tie_groups(target.tensors.values()).values()
     tensors = {k: v for k, v in root.node.items() if type(k) is str and isinstance(v, (TensorEntry, Composite))}
-    beside = [key for key in root.node if type(key) is str and key.endswith(EXTRA_STATE) and key not in tensors]
+    beside = extra_states(root.node, tensors)
     matched = _match_names([*tensors, *beside], root.node, [*targets, *target.states], options)
     states = {name: matched.pairs.pop(name) for name in target.states if name in matched.pairs}
     no_tensors = {key: matched.names.pop(key) for key in {*beside, *states.values()} if key in matched.names}
     for name in [name for name, key in matched.pairs.items() if key not in tensors]:
         del matched.pairs[name]
+    not_states = {*states, *matched.excluded}
+    without = [Absent("", name, STATE, None, None) for name in target.states if name not in not_states]
+    unasked = [key for key in beside if key in no_tensors and key not in states.values()]
     took = remark or (f"took {root.address}" if root.path else "")
     is_other = root.module is not None or root.detail
     texts = [took, f"they are those of a {root.detail}" if is_other else ""]
@@ -182,19 +177,11 @@ def plan_warm_start(
         tied=tuple(tied),
         missing=(
             *(Absent("", e.name, e.kind, e.dtype, e.shape) for name, e in targets.items() if name not in met),
-            *(
-                Absent("", name, STATE, None, None)
-                for name in target.states
-                if name not in {*states, *matched.excluded}
-            ),
+            *without,
         ),
         unexpected=(
             *(Absent(key, name, kind_by_name(key, t.dtype), t.dtype, t.shape) for key, name, t in unloaded),
-            *(
-                Absent(key, no_tensors[key], STATE, None, None)
-                for key in beside
-                if key in no_tensors.keys() - states.values()
-            ),
+            *(Absent(key, no_tensors[key], STATE, None, None) for key in unasked),
         ),
         mismatched=tuple(mismatched),
         dtype_changes=tuple(_dtype_changes(loaded, chosen, target)),

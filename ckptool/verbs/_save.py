@@ -250,6 +250,8 @@ class Change:
                 changed = divided(changed, None, beside.stem)
             with no_collection():
                 plan, how = container.write(changed, keep_unknown=keep_unknown), "new file"
+            if original.container == "safetensors" != container.name:
+                notes += marks.omitted_notes(original.metadata, origin[1])
             if container.tensors_only and not changed.tensors_only and marks.PICKLE not in changed.metadata:
                 from ckptool.transforms.flatten import lost_views
 

@@ -156,9 +156,7 @@ class _Members:
         refuse_extras(part, formats.by_name(formats.DEFAULT))
         self.origins[name] = origin
         self.notes += marks.recovered_notes(part.metadata)
-        if omitted := sorted(set(part.metadata) - {"format", marks.RECOVERED}) if part.tensors_only else []:
-            names = listed(omitted, 3)
-            self.notes.append(Note("metadata-left", f"{origin} has metadata strings that are left out: {names}"))
+        self.notes += marks.omitted_notes(part.metadata, origin) if part.tensors_only else ()
         before = self.checkpoint.metadata
         metadata = {**before, **marks.recovered(part.metadata, to=(name,), before=before)}
         tree, discarded = {**self.checkpoint.tree, name: part.tree}, (*self.checkpoint.discarded, *part.discarded)

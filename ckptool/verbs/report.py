@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from heapq import nlargest
 from math import sqrt
-from statistics import median
 from typing import Annotated, Any
 
 from ckptool.analysis.diff import Diff, diff_of_parts
@@ -270,6 +269,8 @@ def _file_report(opened: Opened, files: int) -> FileReport:
 
 def health(listing: Listing, values: Mapping[str, Values], skipped: dict[str, str]) -> Health:
     """Judges the values of a checkpoint, by address.  skipped: why others were not read."""
+    from numpy import median
+
     details: dict[str, dict[str, str]] = {kind: {} for kind in _RULES}
     siblings: dict[object, dict[str, float]] = {}
     models = [root.path for root in listing.roots if root.is_model]
@@ -295,8 +296,8 @@ def health(listing: Listing, values: Mapping[str, Values], skipped: dict[str, st
         for kind, text in texts.items():
             details[kind] |= {place: text} if text else {}
     for norms in siblings.values():
-        middle = median(norms.values())
-        spread = median(abs(norm - middle) for norm in norms.values())
+        middle = median([*norms.values()])
+        spread = median([abs(norm - middle) for norm in norms.values()])
         for place, norm in norms.items() if len(norms) >= SIBLINGS and middle else ():
             if abs(norm - middle) >= DEVIATIONS * spread and not middle / FACTOR < norm < middle * FACTOR:
                 details["norm"][place] = f"norm {norm:.4g}; median of {counted(len(norms), 'sibling')} {middle:.4g}"

@@ -37,10 +37,7 @@ def save(
     Raises `Unsupported`, naming what cannot be saved and where it is.
     """
     if isinstance(tree, (str, os.PathLike)):
-        what, why = (
-            f"save was given the path {os.fspath(tree)!r} as what to save",
-            "The values come first, then the path.",
-        )
+        what, why = f"save was given the path {os.fspath(tree)!r} as what to save", "The path comes second."
         raise UsageError(what, why, f"What is in a file: {command('convert', FILE, out=OUT)}")
     if callable(getattr(path, "write", None)):  # an open file, through a temporary one
         from shutil import copyfileobj

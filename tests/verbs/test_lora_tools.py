@@ -102,7 +102,7 @@ KINDS |= {"up.a.bias": torch.ones(6), "up.b.bias": torch.ones(8)}
         (Q, {"only": "up.k.*"}, NoMatch, "have the same values"),
         (Q, {"only": "nothing"}, NoMatch, "matches no key"),
         ({"norm.weight": torch.zeros(6)}, {}, Unsupported, "no layer's matrix differs"),
-        ({"up.q.weight": torch.ones(6, 6, dtype=torch.int8)}, {}, Unsupported, "up.q.weight is quantized"),
+        ({"up.q.weight": torch.ones(6, 6, dtype=torch.int8)}, {}, Unsupported, "is quantized: up.q.weight"),
         (
             {"scale": torch.ones(3)},
             {"base": {"scale": torch.zeros(3)}},

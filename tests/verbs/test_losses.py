@@ -264,3 +264,24 @@ def test_a_program_with_its_weights_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"attributes \(2 tensors"):
         ckptool.convert(tmp_path / "packed.pt", tmp_path / "out.safetensors")
     ckptool.convert(f"{tmp_path}/packed.pt#state_dict", tmp_path / "out.safetensors")
+
+
+def test_metadata_strings_are_kept_or_named(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    file = tmp_path / "in.safetensors"
+    save_file({"a.weight": torch.ones(2, 3)}, file, metadata={"format": "pt", "ss_network_dim": "4"})
+    calls: list[Callable[[Path], Any]] = [
+        lambda out: ckptool.convert(file, out),
+        lambda out: ckptool.cast(file, out, dtype="f16"),
+        lambda out: ckptool.rename(file, ["a.* => b.*"], out),
+        lambda out: ckptool.average([file, file], out),
+        lambda out: ckptool.slim(file, out),
+    ]
+    for number, call in enumerate(calls):
+        for name in ("out.safetensors", "out.pt", "out.npz", "out.dcp", "out/"):
+            out = f"{tmp_path / str(number)}{name}"
+            written = call(out)  # type: ignore[arg-type]
+            notes = [note.message for note in written.notes if note.code == "metadata-left"]
+            assert ("ss_network_dim" in ckptool.open(out).metadata) is not bool(notes), out
+            assert not notes or "ss_network_dim" in notes[0]

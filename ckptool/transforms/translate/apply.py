@@ -349,8 +349,7 @@ class _Use:
         axis = self._axis(tensor)
         if not tensor.shape[axis]:
             raise UsageError(f"dimension {axis} of {list(tensor.shape)} is empty: it would become no tensor", UNFIT)
-        order = [at for at in range(len(tensor.shape)) if at != axis]
-        return [tensor.narrow(axis, index, 1).permute(order) for index in range(tensor.shape[axis])]
+        return [_with_sizes(tensor.narrow(axis, index, 1), axis, 1) for index in range(tensor.shape[axis])]
 
     # Values ----
 
