@@ -343,11 +343,13 @@ def memory_needs(listing: Listing) -> MemoryNeeds:
                 if tensor.view in views:
                     continue
                 views.add(tensor.view)
-            dtypes[dtype] += nbytes
             if not isinstance(tensor, TensorEntry):
                 is_known = False  # its parts may be anything: codes, indices
                 storages[id(tensor)] = nbytes
+                for piece in tensor.parts():
+                    dtypes[piece.dtype] += piece.nbytes if isinstance(piece, TensorEntry) else piece.storage.nbytes
                 continue
+            dtypes[dtype] += nbytes
             storages[id(tensor.storage)] = tensor.storage.data.length
             if flags and (flag := flags.get(tensor.view)):
                 parameters[tensor.dtype] += nbytes * flag.parameter

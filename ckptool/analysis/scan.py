@@ -23,17 +23,7 @@ from ckptool.checkpoint.tree import children
 from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import command, option
 from ckptool.conventions.state_dicts import kinds_of
-from ckptool.errors import (
-    CkptoolError,
-    Corrupt,
-    LimitExceeded,
-    NotACheckpoint,
-    Unsupported,
-    UsageError,
-    counted,
-    listed,
-    printable,
-)
+from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dataclass, dim, green, red, size, yellow
 from ckptool.formats import PathLike, marks, members, sharded
 from ckptool.formats.folder import MEMBERS
@@ -46,7 +36,7 @@ GOOD, PART, MEMBER, UNSAFE = "good", "part", "member", "unsafe-global"
 WORDS = {CALLED: "calls", MADE: "makes objects of", NAMED: "imports"}
 MAX_FILES, MAX_PLACES = 100_000, 5
 MAX_DEPTH = 32  # folders in folders, of a web server
-UNSUMMED = "without checksums for all data, so damage"
+NO_SUMS = "no-checksums"  # the code of a checkpoint, all read, some of whose data have none
 MANY = 40  # files of a table below which those that are not good are named again
 
 # What people call checkpoints. Pickles of other names in a folder are judged, and shown if they would run something;
@@ -102,8 +92,7 @@ class ScannedFile:
     opening or verifying it gave; in `problem` the sentence.  part: of what it is only a part.
     members: of how many files it is, where those are a folder of several kinds.
     step, epoch: how far the training was; null where neither the file nor its name says.
-    holds: what its parts are.  notes: codes of what one should know.  calls: names that ckptool does not know.
-    checksums: whether `all`, `some` or `none` of the data were compared with one; null where the data were not read."""
+    holds: what its parts are.  notes: codes of what one should know.  calls: names that ckptool does not know."""
 
     path: str
     state: str
@@ -119,7 +108,6 @@ class ScannedFile:
     notes: tuple[str, ...]
     calls: tuple[Call, ...]
     is_model: Annotated[bool, LIVE] = False
-    checksums: str | None = None
 
     @property
     def is_good(self) -> bool:
@@ -213,7 +201,7 @@ class Scan(Report):
         if last:
             progress = [f"{name} {n:,}" for name, n in (("step", last.step), ("epoch", last.epoch)) if n is not None]
             read = [] if self.full else ["its data was not read: --full"]
-            read += [f"{UNSUMMED} in its data could not be seen"] if last.checksums in ("some", "none") else []
+            read += ["damage to data without checksums cannot be seen"] if NO_SUMS in last.notes else []
             yield f"{last.path} ({', '.join([*progress, size(last.bytes), *read])})"
             return
         if self.latest_only:
@@ -241,12 +229,9 @@ class Scan(Report):
             yield bold(f"{counted(len(self.files), 'file')}, {nbytes}: {facts}")
             wrong = [f"{self._relative(file)} ({file.state})" for file in self.files if file.is_wrong]
             yield f"not good: {listed(wrong, 6)}" if wrong and len(self.files) > MANY else None
-        good = [file for file in self.files if file.is_good]
-        unsummed = sum(file.checksums in ("some", "none") for file in good)
-        data = "data checksums were not verified (--full does)"
-        if self.full:
-            data = f"{unsummed:,} of {len(good):,} {UNSUMMED} in their data could not be seen" if unsummed else ""
-        yield dim(f"good: tables and structure are whole; {data}") if good and data else None
+        if not self.full and any(file.is_good for file in self.files):
+            data = "data checksums were not verified (--full does)"
+            yield dim(f"good: tables and structure are whole; {data}")
         for what, is_custom in (("would run unknown code", False), ("needs classes of its own", True)):
             calls = [(file, [call for call in file.calls if call.is_custom is is_custom]) for file in self.files]
             if any(file_calls for _, file_calls in calls):
@@ -307,9 +292,9 @@ def _newest(good: list[ScannedFile]) -> tuple[ScannedFile | None, str]:
         known = [row for row in good if getattr(row, by) is not None]
         in_epochs = all(row.epoch is not None for row in known)
         if known and max(row.modified for row in known) == max(row.modified for row in good):
-            numbers = ((row.epoch if in_epochs else 0, getattr(row, by)) for row in known)
             more = ((len(row.holds) + row.members, row.bytes, row.modified) for row in known)
-            return known[max(zip(numbers, more, range(len(known)), strict=True))[2]], by
+            places = [(row.epoch if in_epochs else 0, getattr(row, by), next(more)) for row in known]
+            return known[places.index(max(places))], by
     return max(good, key=lambda row: row.modified, default=None), "time" if good else ""
 
 
@@ -331,7 +316,7 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
             raise UsageError(f"{folder} holds more than {MAX_FILES:,} files", "Name a folder below it.")
         if is_url(folder) and current.count("/") > folder.count("/") + MAX_DEPTH:
             why = "Its server probably gives the same page for any name."
-            raise LimitExceeded(f"{folder} has folders more than {MAX_DEPTH} deep", why, "Name a file in it.")
+            raise UsageError(f"{folder} has folders more than {MAX_DEPTH} deep", why, "Name a file in it.")
         # The checkpoints of this folder (as a rule the folder itself), and the names in it that belong to them.
         claimed = set[str]()
         if _is_checkpoint(current) and not megatron.is_run(source := Folder(current)):  # each iteration of a run is one
@@ -381,12 +366,11 @@ def _file_row(full: bool, path: str) -> ScannedFile:
     """The row of a checkpoint, with the step that its metadata or a file beside it states."""
     checkpoint = formats.read(path)
     contents = listing(checkpoint)
-    checksums: str | None = None
+    report = None
     if full:
         from ckptool.analysis.verify import verified
 
         report = verified(open_input(path))[0]
-        checksums = report.checksums
         if problems := report.problems:
             more = f" and {counted(len(problems) - 1, 'more problem')}" if len(problems) > 1 else ""
             raise Corrupt(f"{problems[0].what}{more}", problems[0].why)
@@ -424,9 +408,10 @@ def _file_row(full: bool, path: str) -> ScannedFile:
             addresses.append(place)
     calls = [Call(*kind[:2], tuple(addresses), counts[kind], kind[2] == CUSTOM) for kind, addresses in places.items()]
     codes = dict.fromkeys(note.code for note in contents.notes if note.code not in (UNSAFE, PART, MEMBERS))
+    codes |= {NO_SUMS: None} if report is not None and report.checksums != "all" else {}
     calls.sort(key=lambda call: (call.is_custom, (CALLED, MADE, NAMED).index(call.how)))
     facts = *_progress(tree, path), nbytes, modified, tuple(kinds_of(contents.roots)), tuple(codes), tuple(calls)
-    return ScannedFile(path, state, problem, part, count, checkpoint.container, *facts, is_model, checksums)
+    return ScannedFile(path, state, problem, part, count, checkpoint.container, *facts, is_model)
 
 
 def _damaged_row(path: str, error: CkptoolError) -> ScannedFile:
@@ -451,9 +436,7 @@ def _progress(tree: Any, path: str) -> tuple[int | None, int | None]:
 
     *_, folder, base = os.path.abspath(path).split(os.sep)
     step, epoch, name = stated(_STEPS), stated(_EPOCHS), os.path.splitext(base)[0]
-    match = _STEP_IN_NAME.search(name) or _STEP_IN_NAME.fullmatch(
-        "" if folder.isdigit() else folder
-    )  # `step_5/model.pt`
+    match = _STEP_IN_NAME.search(name) or (None if folder.isdigit() else _STEP_IN_NAME.fullmatch(folder))
     if step is None and match is not None:
         # `checkpoint-12` of timm has epoch 12 in it, and that of many scripts the next one: no step.
         is_epoch = epoch is not None and match[0].lower().startswith("checkpoint") and abs(int(match[1]) - epoch) <= 1

@@ -193,7 +193,7 @@ def test_torchao_by_the_type_in_the_metadata(tmp_path: Path) -> None:
         lambda: ckptool.add_module(file, out, overwrite=True),
         lambda: ckptool.rename(file, ["a.* => b.*"], out, overwrite=True),
     ):
-        with pytest.raises(Unsupported, match="by name in its metadata"):
+        with pytest.raises(Unsupported, match="by name in the metadata"):
             rename()
     with pytest.raises(Unsupported, match="torchao's Int4Tensor"):
         weight("Int4Tensor", qdata=codes, scale=scale)

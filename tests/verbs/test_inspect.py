@@ -34,7 +34,7 @@ def test_a_line_of_each_tensor_says_what_is_unusual(tmp_path: Path, run: Run) ->
     ckptool.remap(path, tmp_path / "b.pt", to="cuda:1")
     words = {"w": "", "turned": "strides [1, 3]", "again": "tied to w", "sparse": "sparse coo"}
     for file, place in ((path, ""), (tmp_path / "b.pt", "cuda:1")):
-        lines = [line for line in run("inspect", str(file), "--all").out.splitlines() if " f32 " in line]
+        lines = [line for line in run("inspect", str(file), "--all").out.splitlines() if re.search(r" f32 +[^+]", line)]
         found = {line.split()[0]: line.partition(" B")[2].strip() for line in lines}
         assert found == {name: ", ".join(filter(None, (place, text))) for name, text in words.items()}
 
@@ -249,6 +249,15 @@ def test_frozen_parameters_of_a_module_need_no_gradients(tmp_path: Path) -> None
     found = needs(model, tmp_path)
     assert found.parameters == sum(p.numel() for p in model.parameters())
     assert found.to_load is not None and found.to_train == found.to_load + 3 * nbytes(trained)
+
+
+def test_the_bytes_of_special_tensors_are_those_of_their_parts(tmp_path: Path) -> None:
+    sparse = torch.eye(50).to_sparse().coalesce()
+    row = torch.eye(40).to_sparse_csr()
+    found = needs({"a.weight": sparse, "b.weight": row, "a.bias": torch.ones(50)}, tmp_path)
+    floats = nbytes([sparse.values(), row.values(), torch.ones(50)])
+    assert found.dtypes == {"i64": nbytes([sparse.indices(), row.crow_indices(), row.col_indices()]), "f32": floats}
+    assert found.parameters is None
 
 
 def test_bytes_behind_views_take_memory_when_loaded(tmp_path: Path) -> None:
