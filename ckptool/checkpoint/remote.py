@@ -28,16 +28,7 @@ from ckptool.checkpoint import files
 from ckptool.checkpoint.files import MAX_FILES, Folder, Source, file_changed, is_a_folder
 from ckptool.checkpoint.paths import KINDS, file_problem, foreign, given_url, named_urls
 from ckptool.commands import other_program
-from ckptool.errors import (
-    CkptoolError,
-    FileMissing,
-    FileProblem,
-    LimitExceeded,
-    MissingExtra,
-    Unsupported,
-    UsageError,
-    counted,
-)
+from ckptool.errors import CkptoolError, FileMissing, FileProblem, LimitExceeded, MissingExtra, Unsupported, UsageError
 
 END = 128 << 10  # bytes of each end of an object that are read at once: most tables are in them
 STEP, BEFORE = 16 << 10, 4 << 10  # bytes read where fewer are wanted, and in front of them
@@ -257,8 +248,8 @@ async def _tried(url: str, call: Callable[[], Awaitable[Result]]) -> Result:
             if number == TRIES - 1 or pause > PATIENCE:
                 break
             await asyncio.sleep(pause)
-    when = f"in {counted(int(pause), 'second')}" if pause > PATIENCE else "later"
-    raise FileProblem(f"cannot read {url}: {why}", f"Tried {counted(number + 1, 'time')}.", f"Try again {when}.")
+    tried = f"Tried {TRIES} times." if pause <= PATIENCE else f"It asks to be left alone for {pause:,} s."
+    raise FileProblem(f"cannot read {url}: {why}", tried, "Try again later.")
 
 
 def _begun(work: Coroutine[Any, Any, Result]) -> Future[Result]:

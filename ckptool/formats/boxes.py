@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from ckptool.checkpoint import FileRange, Storage, TensorEntry
 from ckptool.checkpoint.files import Source
@@ -15,22 +15,37 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The offset of a block on every axis, and its sizes."""
 
 
+class Original(Protocol):
+    """A tensor that others are like, and where their bytes begin from the place that a table gives them."""
+
+    @property
+    def entry(self) -> TensorEntry: ...
+    @property
+    def begin(self) -> int: ...
+
+
 class Stored:
-    """A tensor like another one, in other bytes of a file. There may be hundreds of thousands, so its entry is made
-    once, when it is asked for, and then takes the place of the other one. crc: the checksum of its bytes."""
+    """A tensor like the original's, in other bytes of a file. There may be hundreds of thousands, so its entry is made
+    once, when it is asked for, and then takes the place of the original.
+    at: its place by the table.  crc: the checksum of its bytes."""
 
-    __slots__ = ("begin", "crc", "file", "like")
+    __slots__ = ("at", "crc", "file", "original")
 
-    def __init__(self, like: TensorEntry, file: Source, begin: int, crc: int) -> None:
-        self.like, self.begin, self.crc = like, begin, crc
-        self.file: Source | None = file
+    def __init__(self, original: Original, file: Source, at: int, crc: int) -> None:
+        self.file, self.at, self.crc = file, at, crc
+        self.original: Original | TensorEntry = original
+
+    @property
+    def like(self) -> TensorEntry:
+        return self.original if isinstance(self.original, TensorEntry) else self.original.entry
 
     @property
     def entry(self) -> TensorEntry:
-        if self.file is not None:
-            place = FileRange(self.file, self.begin, self.like.storage.nbytes)
-            self.like, self.file = self.like.with_storage(Storage(place, self.like.location, self.crc)), None
-        return self.like
+        if not isinstance(self.original, TensorEntry):
+            like = self.original.entry
+            place = FileRange(self.file, self.at + self.original.begin, like.storage.nbytes)
+            self.original = like.with_storage(Storage(place, like.location, self.crc))
+        return self.original
 
 
 @dataclass(slots=True, eq=False)

@@ -33,6 +33,7 @@ OF_A_RANK = re.compile(r"__(?P<rank>\d{1,7})\.metadata")
 _UNFINISHED = re.compile(r"__(?P<rank>\d{1,7})\.metadata\.tmp")
 RANK_FILE = re.compile(r"__(\d{1,7})_")
 MAX_METADATA = 256 << 20
+MANY_NUMBERS = 1 << 16
 
 # The rows ------------------------------------------------------------------------------------------------------------
 
@@ -40,13 +41,14 @@ MAX_METADATA = 256 << 20
 class TableRow(TakesState):
     """An object of the tables' classes, kept as the values of its fields; one that it lacks is None.
 
-    odd: the states of a table's rows that hold more than the fields.  lengths: those of its places, each number once.
+    odd: the states of a table's rows that hold more than the fields.  numbers: those of its places, each once, up to
+    some tens of thousands; ranks have the same.
     """
 
     __slots__ = ()
     fields: ClassVar[tuple[str, ...]] = ()
     odd: ClassVar[list[Any]]
-    lengths: ClassVar[dict[int, int]]
+    numbers: ClassVar[dict[int, int]]
 
     def __init__(self, *values: Any) -> None:
         for name, value in zip_longest(self.fields, values):
@@ -76,8 +78,9 @@ class Place(TableRow):
 
     def fill(self, state: Any) -> None:
         super().fill(state)
-        if type(self.length) is int:
-            self.length = self.lengths.setdefault(self.length, self.length)
+        share = self.numbers.setdefault if len(self.numbers) < MANY_NUMBERS else self.numbers.get
+        if type(self.offset) is type(self.length) is int:
+            self.offset, self.length = share(self.offset, self.offset), share(self.length, self.length)
 
     @property
     def is_damaged(self) -> bool:
@@ -138,8 +141,8 @@ def _builders(odd: list[Any]) -> dict[Global, Any]:
     def size(args: tuple[Any, ...]) -> Any:
         return tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else NotImplemented
 
-    lengths: dict[int, int] = {}
-    rows = {name: type(name, (row,), {"__slots__": (), "odd": odd, "lengths": lengths}) for name, row in _ROWS.items()}
+    numbers: dict[int, int] = {}
+    rows = {name: type(name, (row,), {"__slots__": (), "odd": odd, "numbers": numbers}) for name, row in _ROWS.items()}
     builders = {Global(module, name): partial(new_row, row) for module in _MODULES for name, row in rows.items()}
     return {**BUILDERS, Global("torch", "Size"): size, **builders}
 
