@@ -23,17 +23,7 @@ from ckptool.checkpoint.tree import children
 from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import command, option
 from ckptool.conventions.state_dicts import kinds_of
-from ckptool.errors import (
-    CkptoolError,
-    Corrupt,
-    LimitExceeded,
-    NotACheckpoint,
-    Unsupported,
-    UsageError,
-    counted,
-    listed,
-    printable,
-)
+from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dataclass, dim, green, red, size, yellow
 from ckptool.formats import PathLike, marks, members, sharded
 from ckptool.formats.folder import MEMBERS
@@ -326,7 +316,7 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
             raise UsageError(f"{folder} holds more than {MAX_FILES:,} files", "Name a folder below it.")
         if is_url(folder) and current.count("/") > folder.count("/") + MAX_DEPTH:
             why = "Its server probably gives the same page for any name."
-            raise LimitExceeded(f"{folder} has folders more than {MAX_DEPTH} deep", why, "Name a file in it.")
+            raise UsageError(f"{folder} has folders more than {MAX_DEPTH} deep", why, "Name a file in it.")
         # The checkpoints of this folder (as a rule the folder itself), and the names in it that belong to them.
         claimed = set[str]()
         if _is_checkpoint(current) and not megatron.is_run(source := Folder(current)):  # each iteration of a run is one

@@ -28,16 +28,7 @@ from ckptool.checkpoint import files
 from ckptool.checkpoint.files import MAX_FILES, Folder, Source, file_changed, is_a_folder
 from ckptool.checkpoint.paths import KINDS, file_problem, foreign, given_url, named_urls
 from ckptool.commands import other_program
-from ckptool.errors import (
-    CkptoolError,
-    FileMissing,
-    FileProblem,
-    LimitExceeded,
-    MissingExtra,
-    Unsupported,
-    UsageError,
-    counted,
-)
+from ckptool.errors import CkptoolError, FileMissing, FileProblem, LimitExceeded, MissingExtra, Unsupported, UsageError
 
 END = 128 << 10  # bytes of each end of an object that are read at once: most tables are in them
 STEP, BEFORE = 16 << 10, 4 << 10  # bytes read where fewer are wanted, and in front of them
@@ -64,9 +55,7 @@ Result = TypeVar("Result")
 
 
 class _Again(Exception):
-    """A failure that may be gone a moment later: it is tried again.  pause: seconds that the server asks to wait."""
-
-    pause = 0
+    """A failure that may be gone a moment later: it is tried again, after the seconds that a server may ask for."""
 
 
 class _IsFolder(Exception):
@@ -217,11 +206,7 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
             if status in (401, 403, 407):
                 raise _denied(url, message)
             if status in (408, 425, 429) or status >= 500:
-                again = _Again(f"the server says {message}")
-                again.pause = (
-                    int(seconds[0]) if (seconds := re.match("[0-9]{1,9}$", fields.get("Retry-After", ""))) else 0
-                )
-                raise again
+                raise _Again(f"the server says {message}", fields.get("Retry-After", ""))
             raise FileProblem(f"cannot read {url}: the server says {message}")
     except ValueError as error:  # of the URL, or of one that it is redirected to
         raise UsageError(f"cannot use {url}", f"No web server is asked for that: {foreign(str(error))}") from error
@@ -253,12 +238,13 @@ async def _tried(url: str, call: Callable[[], Awaitable[Result]]) -> Result:
             try:
                 return await call()
             except _Again as error:
-                why, pause = str(error), max(error.pause, WAIT * 2**number)
+                why, after = (*error.args, "")[:2]
+                pause = max(WAIT * 2**number, int(after) if re.fullmatch("[0-9]{1,9}", after) else 0)
             if number == TRIES - 1 or pause > PATIENCE:
                 break
             await asyncio.sleep(pause)
-    when = f"in {counted(int(pause), 'second')}" if pause > PATIENCE else "later"
-    raise FileProblem(f"cannot read {url}: {why}", f"Tried {counted(number + 1, 'time')}.", f"Try again {when}.")
+    tried = f"Tried {TRIES} times." if pause <= PATIENCE else f"It asks to be left alone for {pause:,} s."
+    raise FileProblem(f"cannot read {url}: {why}", tried, "Try again later.")
 
 
 def _begun(work: Coroutine[Any, Any, Result]) -> Future[Result]:

@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
+from logging import getLogger
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 AHEAD = 256  # items that are in work, or done and not asked for yet
 PATIENCE = 5.0  # seconds that a worker has to clean up what it began
+ALONE = 60.0  # seconds for which a cluster may have no worker: some start new ones
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -68,15 +70,30 @@ def _cluster(address: str) -> Iterator[Executor]:
     except ImportError as error:
         what = f"{arg(jobs=address)} needs dask's distributed, which is not installed"
         raise MissingExtra(what, "", "pip install 'ckptool[cluster]'") from error
-    place = f"tcp://{address.removeprefix(DASK)}"
+    place, ended = f"tcp://{address.removeprefix(DASK)}", threading.Event()
     with ExitStack() as stack:
+        log = getLogger("distributed.client")  # which tells of a scheduler that is gone, as the errors do
+        stack.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True
         try:
             client = stack.enter_context(distributed.Client(place, timeout=PATIENCE, set_as_default=False))
             client.wait_for_workers(1, timeout=PATIENCE)
         except (OSError, ValueError) as error:
             what = f"no worker of a dask scheduler answers at {place}"
             raise RunFailed(what, str(error), f"Start both: dask scheduler; dask worker {place}") from error
+        stack.callback(ended.set)
+        threading.Thread(target=_leave, args=(client, ended), daemon=True).start()
         yield client.get_executor()
+
+
+def _leave(client: Any, ended: threading.Event) -> None:
+    """Leaves a cluster that has had no worker for a while: its scheduler would wait for one for ever."""
+    seen = time.monotonic()
+    while not ended.wait(1) and time.monotonic() - seen < ALONE:
+        with suppress(Exception):  # the scheduler is gone, too
+            seen = time.monotonic() if client.scheduler_info()["workers"] else seen
+    if not ended.is_set():
+        client.close()
 
 
 class _Crew:

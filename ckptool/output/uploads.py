@@ -144,6 +144,10 @@ def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int], 
     store = next((protocol for protocol in _STORES if is_kind(fs, protocol)), "")
     sent, sent_before, folder = list[str](), 0, fs._parent(next(iter(places.values())))
     is_new = not store and not fs.exists(folder)
+
+    def passed(done: int) -> None:
+        tell(sent_before + done)
+
     try:
         if is_new:
             fs.makedirs(folder, exist_ok=True)
@@ -152,11 +156,11 @@ def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int], 
             part = max(PART, (size // MOST_PARTS // GRAIN + 1) * GRAIN)
             bounds = {"chunksize": part, "max_concurrency": AT_ONCE}
             options = {name: bounds[name] for name in _STORES.get(store, ())}
-            if store:
-                _put(fs, path, place, sent, sent_before, tell, options)
-            else:
-                sent.append(hidden := f"{folder}/.ckptool-{secrets.token_hex(8)}.tmp")
-                _put(fs, path, hidden, sent, sent_before, tell, options)
+            hidden = "" if store else f"{folder}/.ckptool-{secrets.token_hex(8)}.tmp"
+            if hidden:
+                sent.append(hidden)
+            _put(fs, path, hidden or place, sent, passed, options)
+            if hidden:
                 sent.append(place)
                 fs.mv(hidden, place)
             sent_before += size
@@ -171,15 +175,7 @@ def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int], 
         raise
 
 
-def _put(
-    fs: Any,
-    path: str,
-    place: str,
-    sent: list[str],
-    sent_before: int,
-    tell: Callable[[int], None],
-    bounds: dict[str, int],
-) -> None:
+def _put(fs: Any, path: str, place: str, sent: list[str], tell: Callable[[int], None], options: dict[str, int]) -> None:
     """Sends one file. A signal ends it between two parts, so that the store drops those that were sent.
 
     sent: gets the place once all parts have arrived; until then nothing is there, or what another writer put there.
@@ -193,16 +189,16 @@ def _put(
             sent.append(place)
         if stopped:
             raise InterruptedError
-        tell(sent_before + done)
+        tell(done)
 
     callback = Callback(hooks={"sent": passed})
     if not fs.async_impl:
-        fs.put_file(path, place, callback=callback, **bounds)
+        fs.put_file(path, place, callback=callback, **options)
         return
     job = None
     try:
         with signals_held():  # until `job` says what has to be waited for
-            job = asyncio.run_coroutine_threadsafe(fs._put_file(path, place, callback=callback, **bounds), fs.loop)
+            job = asyncio.run_coroutine_threadsafe(fs._put_file(path, place, callback=callback, **options), fs.loop)
         job.result()
         sent.append(place)
     except BaseException as error:

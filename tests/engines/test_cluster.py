@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckptool
+from ckptool.checkpoint import workers
 from ckptool.checkpoint.workers import in_turn
 from ckptool.errors import RunFailed
 from fixtures.sparse import make_sparse
@@ -31,7 +32,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "DASK_DISTRIBUTED__SCHEDUL
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
-    """The address of a scheduler, and its workers, which stand in a folder of their own."""
+    """The address of a scheduler, and the processes of its three workers and its own, in a folder of their own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{free.getsockname()[1]}"
@@ -47,7 +48,7 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]
     try:
         with distributed.Client(f"tcp://{place}", timeout=HANG, set_as_default=False) as client:
             client.wait_for_workers(3, timeout=HANG)
-        yield place, workers
+        yield place, [*workers, scheduler]
     finally:
         for process in (*workers, scheduler):
             process.kill()
@@ -116,6 +117,35 @@ def test_a_file_that_kills_its_workers_is_its_row(cluster: tuple[str, object]) -
             found.append(error)
     assert [each for each in found if isinstance(each, int)] == [0, 10, 30, 60]
     assert isinstance(found[2], RunFailed) and "2: its worker was lost: KilledWorker" in found[2].what
+
+
+def test_a_cluster_without_workers_is_left(
+    cluster: tuple[str, list[subprocess.Popen[bytes]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its scheduler waits for new ones, for ever."""
+    monkeypatch.setattr(workers, "ALONE", 3)
+    with closing(in_turn(time.sleep, [0, 600, 600], jobs=f"dask://{cluster[0]}")) as tasks:
+        next(tasks)()
+        for worker in cluster[1][:3]:
+            worker.kill()
+        for task in tasks:
+            with pytest.raises(RunFailed, match="600: its worker was lost"):
+                task()
+
+
+def test_a_scheduler_that_is_killed_is_told_by_the_rows_of_the_files(
+    cluster: tuple[str, list[subprocess.Popen[bytes]]], tmp_path: Path
+) -> None:
+    place, (first, *_, scheduler) = cluster
+    (tmp_path / "in").mkdir()
+    for number in range(9):
+        make_sparse(tmp_path / "in" / f"m{number}.pt", 1 << 30)
+    process = ran(tmp_path, "verify", *map(str, (tmp_path / "in").iterdir()), "--jobs", f"dask://{place}")
+    while not works(first.pid, tmp_path / "in"):
+        time.sleep(0.01)
+    scheduler.kill()
+    out, err = process.communicate(timeout=HANG)
+    assert process.returncode == 2 and "not read" in out and "Traceback" not in err, err
 
 
 def test_an_executor_of_dask_in_python(cluster: tuple[str, object], tmp_path: Path) -> None:

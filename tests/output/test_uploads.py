@@ -214,5 +214,5 @@ def test_a_signal_while_sending_begins_waits_until_it_has_ended(
 
     monkeypatch.setattr(uploads.asyncio, "run_coroutine_threadsafe", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        uploads._put(Slow(), str(tmp_path), "there", [], 0, lambda _: None, {})
+        uploads._put(Slow(), str(tmp_path), "there", [], lambda _: None, {})
     assert ended == ["there"]
