@@ -423,7 +423,7 @@ _PART = re.compile(
     r"|_(?:scale_inv|blocks|scales|packed)$"
 )
 _SCALE = re.compile(r"weight.*scale|scale.*weight|^_?scale|^w_scale")
-_WEIGHT = re.compile(r"(?:^|\.)weight$|_proj$")
+_WEIGHT = re.compile(r"weight$|_proj$")
 _FAR = re.compile(r"(?:^|\.)(?:weight_(?:\w*scale\w*|packed)|scale_weight|scaled_fp8|_scale)$|_proj_scale_inv$")
 
 

@@ -227,21 +227,18 @@ class Retention:
                 reasons.setdefault(saved.step, []).append(name)
         return dict(sorted(reasons.items()))
 
-    def divide(
-        self, checkpoints: Iterable[SavedState], verify: str = "size"
-    ) -> tuple[dict[int, list[str]], list[SavedState]]:
+    def divide(self, saves: list[SavedState], verify: str = "size") -> tuple[dict[int, list[str]], list[SavedState]]:
         """The steps to keep, each with its rules, and the whole checkpoints that no rule keeps.
 
         Damaged ones stay and do not count: they are for a person to look at. verify: those that stay, as `check` does.
         """
-        every = list(checkpoints)
-        intact = [saved for saved in every if is_whole(saved, "size")]
+        intact = [saved for saved in saves if is_whole(saved, "size")]
         while True:
             reasons = self.reasons(intact)
             whole = [saved for saved in intact if saved.step not in reasons or is_whole(saved, verify)]
             if len(whole) == len(intact):
                 unwanted = [saved for saved in intact if saved.step not in reasons]
-                damaged = {saved.step: ["damaged"] for saved in every if saved not in intact}
+                damaged = {saved.step: ["damaged"] for saved in saves if saved not in intact}
                 return dict(sorted((damaged | reasons).items())), unwanted
             intact = whole
 

@@ -441,6 +441,7 @@ UNKNOWN: list[tuple[dict[str, torch.dtype], str]] = [  # the parts of a weight, 
     ({"weight": torch.int16, "tables": torch.float16}, "higgs"),
     ({"codes": torch.int16, "codebooks": torch.float16, "scales": torch.float16}, "aqlm"),
     ({"weight": torch.int8, "scaler": torch.float32}, ""),
+    ({"in_proj_weight": torch.int8, "step": torch.float32}, ""),
     ({"weight": torch.int8, "weight.scale": torch.float32}, "deepspeed"),
     ({"weight": torch.int8, "weight_scale": torch.float16}, ""),  # 8 bits, or ChatGLM's 4, two in each
     ({"weight_quantized": torch.int8, "weight_scale": torch.float32}, ""),
