@@ -17,6 +17,7 @@ import difflib
 import inspect
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache, partial, wraps
@@ -316,7 +317,11 @@ def for_python(function: Any) -> Any:
         if paths is not None:
             return import_module("ckptool.verbs._many_files").of_list(function, [*map(os.fspath, paths)], args, options)
         report = function(*args, **options)
-        return report.made[0] if getattr(report, "made", ()) else report
+        if not getattr(report, "made", ()):
+            return report
+        for note in report.notes:  # which have no report to stand in
+            warnings.warn(f"{note.message} ({note.code})", stacklevel=2)
+        return report.made[0]
 
     called.__module__ = "ckptool"  # where processes that it is pickled to find it
     if not hasattr(function, "verb"):

@@ -51,7 +51,7 @@ class TensorPicture:
     counts: values in each of BINS equal bins between the least and the greatest finite value.  counted: of how
     many values, evenly taken; fewer than there are where it is large.  quantiles: of those, at 5, 25, 50, 75, 95 %.
     means: rows of means of blocks, of the tensor as a matrix (its first dimension by the others); None where a block
-    has no finite value; empty where no thumbnail was made. Of floats up to f32 they are summed in f32."""
+    has no finite value; empty where no thumbnail was made."""
 
     counts: tuple[int, ...]
     counted: int
@@ -113,11 +113,11 @@ def _statistics_of(entry: TensorEntry, times: int, sketch: _Sketch | None = None
             nans_here = int(numpy.count_nonzero(numpy.isnan(values)))
             nans += nans_here
             infs += len(values) - len(finite) - nans_here
+        shifted = scratch("f64", "f8", len(finite))
+        numpy.copyto(shifted, finite, casting="unsafe")
         if sketch is not None:
-            sketch.add(values, zero, zeros_here, finite is values)
+            sketch.add(values, zero, zeros_here, shifted if finite is values else None)
         if len(finite):
-            shifted = scratch("f64", "f8", len(finite))
-            numpy.copyto(shifted, finite, casting="unsafe")
             if finite is not values:
                 lowest, highest = finite.min(), finite.max()
             ends = [min([*ends[:1], lowest.item()]), max([*ends[1:], highest.item()])]
@@ -155,8 +155,9 @@ class _Sketch:
         self.tops, self.lefts = _part_starts(self.rows, side), _part_starts(self.row, side)
         self.sums, self.missing = numpy.zeros((2, len(self.tops), len(self.lefts)))
 
-    def add(self, values: Array, zero: Array, zeros: int, are_finite: bool) -> None:
-        """Takes whole rows, or a part of one, and which of them are zero; all arrays are overwritten by the next."""
+    def add(self, values: Array, zero: Array, zeros: int, doubles: Array | None) -> None:
+        """Takes whole rows, or a part of one, and which of them are zero; all arrays are overwritten by the next.
+        doubles: the same in f64; None where one of them is not finite."""
         import numpy
 
         count, (top, left) = len(values), divmod(self.position, self.row)
@@ -172,11 +173,11 @@ class _Sketch:
             return
         (y, tops), (x, lefts) = _parts_from(self.tops, top, lines), _parts_from(self.lefts, left, count // lines)
         blocks = slice(y, y + len(tops) - 1), slice(x, x + len(lefts) - 1)
-        if not are_finite:
+        if doubles is None:
             not_finite = ~numpy.isfinite(values)
-            self.missing[blocks] += _block_sums(not_finite, tops, lefts)
-            values = numpy.where(not_finite, 0, values)
-        self.sums[blocks] += _block_sums(values, tops, lefts)
+            self.missing[blocks] += _block_sums(not_finite.astype(numpy.float64), tops, lefts)
+            doubles = numpy.where(not_finite, 0, values).astype(numpy.float64)
+        self.sums[blocks] += _block_sums(doubles, tops, lefts)
 
     def picture(self, statistics: Statistics) -> TensorPicture:
         """The picture; the bins of its histogram are between the least and the greatest value of all."""
@@ -220,15 +221,13 @@ def _parts_from(starts: list[int], first: int, count: int) -> tuple[int, list[in
 
 
 def _block_sums(values: Array, tops: list[int], lefts: list[int]) -> Array:
-    """The sums of the blocks between these rows and these columns: of f32 in f32, unless that overflows."""
+    """The sums of the blocks between these rows and these columns."""
     import numpy
 
-    lines, kind = values.reshape(tops[-1], -1), "f4" if values.dtype == numpy.float32 else "f8"
+    lines = values.reshape(tops[-1], -1)
     if len(tops) <= len(lines):  # by far the most additions: along the rows, which is quick
-        rows = [numpy.add.reduce(lines[start:stop], axis=0, dtype=kind) for start, stop in pairwise(tops)]
-        lines = numpy.array(rows)
-    sums: Array = numpy.add.reduceat(lines, lefts[:-1], axis=1, dtype=kind)
-    return sums if kind == "f8" or numpy.isfinite(sums).all() else _block_sums(values.astype("f8"), tops, lefts)
+        lines = numpy.array([numpy.add.reduce(lines[start:stop], axis=0) for start, stop in pairwise(tops)])
+    return numpy.add.reduceat(lines, lefts[:-1], axis=1)
 
 
 def _block_areas(tops: list[int], lefts: list[int]) -> Array:

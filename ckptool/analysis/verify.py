@@ -327,7 +327,7 @@ def _data_problems(checkpoint: Checkpoint, excluded: Set[str]) -> tuple[list[Pro
         prefix = "" if main is not None else f"{os.path.basename(archive.source.file.path)}: "
         wrong = check_archive(archive, checkpoint.tree)
         problems += [replace(problem, record=f"{prefix}{problem.record}") for problem in wrong]
-        if archive.has_checksums:
+        if archive.headers.has_checksums:
             checked += len(archive.records)
             nbytes += sum(record.size for record in archive.records.values())
     if main is not None:
@@ -447,7 +447,7 @@ def check_archive(archive: Archive, tree: Any) -> list[Problem]:
         record.data if record.method else FileRange(file, start + record.data_at, record.stored, partial(check, record))
         for record in records
     ]
-    sums = checksums(stretches) if archive.has_checksums else [record.crc for record in records]
+    sums = checksums(stretches) if archive.headers.has_checksums else [record.crc for record in records]
     for record in records:
         check(record)
     is_intact = not unconfirmed and all(total == record.crc for record, total in zip(records, sums, strict=True))

@@ -31,7 +31,7 @@ untyped: Any = torch  # for functions that torch types wrongly or not at all
 
 
 @cache
-def _is_absent(location: str) -> bool:
+def is_absent(location: str) -> bool:
     """True for a device of a type that this machine, or this torch, does not have at all."""
     if location == "cpu":
         return False
@@ -94,7 +94,7 @@ class Storages:
         if self.device is not None:
             return _moved(storage, str(self.device), location)
         if self.map_location is None:
-            return storage if _is_absent(location) else _moved(storage, location, location)
+            return storage if is_absent(location) else _moved(storage, location, location)
         if isinstance(self.map_location, dict):
             return _moved(storage, str(self.map_location.get(location, location)), location)
         result = self.map_location(storage, location)

@@ -55,9 +55,7 @@ Result = TypeVar("Result")
 
 
 class _Again(Exception):
-    """A failure that may be gone a moment later: it is tried again.  pause: seconds that the server asks to wait."""
-
-    pause = 0
+    """A failure that may be gone a moment later: it is tried again, after the seconds that a server may ask for."""
 
 
 class _IsFolder(Exception):
@@ -208,11 +206,7 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
             if status in (401, 403, 407):
                 raise _denied(url, message)
             if status in (408, 425, 429) or status >= 500:
-                again = _Again(f"the server says {message}")
-                again.pause = (
-                    int(seconds[0]) if (seconds := re.match("[0-9]{1,9}$", fields.get("Retry-After", ""))) else 0
-                )
-                raise again
+                raise _Again(f"the server says {message}", fields.get("Retry-After", ""))
             raise FileProblem(f"cannot read {url}: the server says {message}")
     except ValueError as error:  # of the URL, or of one that it is redirected to
         raise UsageError(f"cannot use {url}", f"No web server is asked for that: {foreign(str(error))}") from error
@@ -244,7 +238,8 @@ async def _tried(url: str, call: Callable[[], Awaitable[Result]]) -> Result:
             try:
                 return await call()
             except _Again as error:
-                why, pause = str(error), max(error.pause, WAIT * 2**number)
+                why, after = (*error.args, "")[:2]
+                pause = max(WAIT * 2**number, int(after) if re.fullmatch("[0-9]{1,9}", after) else 0)
             if number == TRIES - 1 or pause > PATIENCE:
                 break
             await asyncio.sleep(pause)

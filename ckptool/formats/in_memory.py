@@ -46,6 +46,9 @@ class Memory(LiveReader):
         self.memories: dict[int, Any] = {}
         self.refusal: Unsupported | None = None
 
+    def __deepcopy__(self, _: object) -> Memory:
+        return self  # it knows objects by their ids
+
     def contents(self, value: Any) -> Any:
         """The dictionary that an argument stands for. Raises `UsageError` where it is none."""
         if isinstance(value, Mapping):

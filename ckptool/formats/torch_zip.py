@@ -191,7 +191,7 @@ class RecordStorages:
             if numel < 0 or size != record.size:
                 actual = f"its record {record} has {record.size:,} bytes"
                 raise Corrupt(f"the storage {key} should have {numel} elements; {actual}")
-            storage = Storage(record.data, location, record.crc if self.archive.has_checksums else None)
+            storage = Storage(record.data, location, record.crc if self.archive.headers.has_checksums else None)
             if self.big_endian:
                 from ckptool.checkpoint.arrays import swapped
 
@@ -219,7 +219,7 @@ def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[
         messages["unused-record"] = f"{records} used by no tensor"
     if any(record.method for record in archive.records.values()):
         messages["deflated"] = "re-zipped with compression: torch cannot map it (mmap=True)"
-    if archive.records and not archive.has_checksums:
+    if archive.records and not archive.headers.has_checksums:
         messages["no-checksums"] = "the archive stores no checksums: damage to its data cannot be detected"
     if storages.big_endian:
         messages["big-endian"] = "written on a big-endian machine"
@@ -260,10 +260,10 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             is_usual = not record.descriptor_size or (is_usual and record.central[6] < ZIP64_VERSION)
             is_aligned = (layout.at - record.header) % origin.alignment == 0
             fits = record.zip64 or max(record.size, layout.at) < FULL
-            if fits and is_aligned and is_usual and not record.method and archive.has_checksums:
+            if fits and is_aligned and is_usual and not record.method and archive.headers.has_checksums:
                 layout.add_old(record, copied=True)
             else:
-                layout.add(record.name, record.data, record.crc if archive.has_checksums else None)
+                layout.add(record.name, record.data, record.crc if archive.headers.has_checksums else None)
     for key, storage in keys.fresh:
         layout.add(f"{root}data/{key}", storage.data, storage.crc)
     if origin is None:
@@ -307,7 +307,7 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
         why = "Every edit leaves its old pickle and directory inside; write a new file instead."
         raise Conflict(what, why, command("convert", archive.source.file.path, out=OUT))
     # In an archive without checksums, a new record has none either: else the zeros of the others would count.
-    layout = ZipLayout(origin.alignment, archive.end, archive.has_checksums)
+    layout = ZipLayout(origin.alignment, archive.end, archive.headers.has_checksums)
     layout.add(root + "data.pkl", InlineBytes(encode(checkpoint.tree, keys.key_of)))
     if root + marks.DEDUPLICATED_RECORD in archive.records:
         return None  # what 0.1.0 stored once for several is stored for each

@@ -6,17 +6,17 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ckptool.checkpoint import Checkpoint, jobs
+from ckptool.checkpoint import jobs
 from ckptool.checkpoint.paths import file_problem, may_exist, refused_place
 from ckptool.commands import OUT, Watched, arg, argument, command, option, repeated
 from ckptool.errors import COLOURS, Conflict, LimitExceeded, UsageError
-from ckptool.formats import SUFFIXES, CheckpointLike, PathLike, is_in_memory, open_whole, shown, split
+from ckptool.formats import SUFFIXES, CheckpointLike, PathLike, open_whole, shown, split
 
 if TYPE_CHECKING:
     from ckptool.analysis.targets import Target
@@ -211,7 +211,7 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
     from ckptool.checkpoint.files import Source, open_input
 
     if not isinstance(target, (str, os.PathLike)):
-        if is_in_memory(target) and not isinstance(target, (Mapping, Checkpoint)):
+        if callable(getattr(target, "state_dict", None)):
             from ckptool.bridge.modules import target_of
 
             return target_of(target, shown(target))

@@ -102,7 +102,7 @@ class Written(Report):
     def about(self, summary: str, *rows: Row | str, notes: Iterable[Note] = (), **facts: Any) -> Written:
         """The same report with what the verb did, in rows, lines and facts."""
         if self.made:
-            return replace(self, summary=summary, rows=rows, facts=facts)
+            return replace(self, summary=summary, rows=rows, facts=facts, notes=(*notes, *self.left))
         facts |= {row.key: row.value for row in rows if isinstance(row, Row)}
         details, notes = (*map(escaped, lines_of(rows)), *self.details), (*notes, *self.left, *self.notes)
         return replace(self, summary=escaped(summary), facts=facts, details=details, notes=notes, made=(), left=())

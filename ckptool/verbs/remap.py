@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from ckptool.commands import arg, option, repeated, verb
-from ckptool.errors import UsageError, counted
+from ckptool.commands import OUT, arg, option, repeated, verb
+from ckptool.errors import Unsupported, UsageError, counted
 from ckptool.transforms.locations import remapped
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out, pairs
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change, out_first
@@ -41,6 +41,12 @@ def remap(
     change = begin_change("remap", file, out, at, options)
     moved, present, changes = remapped(change.part, to, moves)
     changed, total = sum(count for *_, count in changes), present.total()
+    if change.live and change.original.memory is not None and not change.options["dry_run"]:
+        from ckptool.bridge.tensors import is_absent  # only objects of torch are on devices
+
+        if absent := next((new for _, new, _ in changes if is_absent(new)), ""):
+            why, fix = "Tensors in memory would be moved there.", f"For a machine that has it: {arg(out=OUT)}"
+            raise Unsupported(f"this machine or this torch has no {absent}", why, fix)
     saved = change.save(moved, changes=changed > 0)
     clean = f"already clean: every storage is on {'the devices asked for' if to is None else to}"
     summary = f"{changed:,} of {counted(total, 'storage')} moved" if changed else clean

@@ -36,8 +36,7 @@ def judge(tensor: torch.Tensor, side: int, values: int) -> None:
     array = shown_values(tensor)
     matrix = array.reshape(array.shape[0], -1) if array.ndim > 1 else array.reshape(1, -1)
     if side:
-        is_single = tensor.is_floating_point() and tensor.dtype != torch.float64  # summed in f32
-        judge_means(picture, matrix, side, 1e-6 if is_single else 1e-12)
+        judge_means(picture, matrix, side)
     else:
         assert picture.means == ()
     if array.ndim > 1:
@@ -47,17 +46,17 @@ def judge(tensor: torch.Tensor, side: int, values: int) -> None:
     judge_histogram(picture, array[numpy.isfinite(array)], values)
 
 
-def judge_means(picture: TensorPicture, matrix: numpy.ndarray, side: int, error: float) -> None:
+def judge_means(picture: TensorPicture, matrix: numpy.ndarray, side: int) -> None:
     tops, lefts = (numpy.linspace(0, size, min(size, side) + 1).astype(int) for size in matrix.shape)
     if not numpy.isfinite(matrix).any():
         return
     assert len(picture.means) == len(tops) - 1 and {len(row) for row in picture.means} == {len(lefts) - 1}
-    scale = abs(matrix[numpy.isfinite(matrix)]).max() * error
+    scale = abs(matrix[numpy.isfinite(matrix)]).max()
     for i, row in enumerate(picture.means):
         for j, mean in enumerate(row):
             block = matrix[starts(matrix.shape[0], side, i), starts(matrix.shape[1], side, j)]
             finite = block[numpy.isfinite(block)]
-            assert mean == (pytest.approx(finite.mean(), rel=1e-9, abs=scale) if len(finite) else None)
+            assert mean == (pytest.approx(finite.mean(), rel=1e-9, abs=1e-12 * scale) if len(finite) else None)
 
 
 def starts(size: int, side: int, number: int) -> slice:

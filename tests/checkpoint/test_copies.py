@@ -52,16 +52,15 @@ def values(checkpoint: Any) -> dict[str, Any]:
 def test_copies_read_the_same_and_close_nothing(suffix: str, tmp_path: Path) -> None:
     path = written(suffix, tmp_path)
     checkpoint = ckptool.open(path)
-    for _ in range(3):
-        for make in COPIES.values():
-            duplicate = make(checkpoint)
-            own = [os.open(path.parent / "a.pt", os.O_RDONLY) for _ in range(8)]  # the numbers that were free
-            assert all(torch.equal(value, STATE[name]) for name, value in values(duplicate).items())
-            del duplicate
-            gc.collect()
-            for fd in own:
-                os.close(fd)  # OSError if somebody else closed it
-            assert all(torch.equal(value, STATE[name]) for name, value in values(checkpoint).items())
+    for make in [*COPIES.values()] * 2:
+        duplicate = make(checkpoint)
+        own = [os.open(path.parent / "a.pt", os.O_RDONLY) for _ in range(8)]  # the numbers that were free
+        assert all(torch.equal(value, STATE[name]) for name, value in values(duplicate).items())
+        del duplicate
+        gc.collect()
+        for fd in own:
+            os.close(fd)  # OSError if somebody else closed it
+        assert all(torch.equal(value, STATE[name]) for name, value in values(checkpoint).items())
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
@@ -82,6 +81,22 @@ def test_entries_and_listings_cross_processes(start: str, tmp_path: Path, monkey
     gc.collect()
     for fd in own:
         os.close(fd)
+
+
+def test_copies_of_what_is_in_memory() -> None:
+    """They are of the same tensors, whatever becomes of the first."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        state = {f"module.w{number}": torch.randn(3) for number in range(20)}
+        expected = {name[7:]: tensor.half() for name, tensor in state.items()}
+        checkpoint = ckptool.open(state)
+        duplicates = [copy.deepcopy(checkpoint), copy.deepcopy(dict(checkpoint)), copy.copy(checkpoint)]
+        del checkpoint, state
+        gc.collect()
+        for duplicate in duplicates:
+            result = ckptool.load(ckptool.cast(ckptool.strip_module(duplicate), dtype="f16"))
+            assert result.keys() == expected.keys()
+            assert all(torch.equal(result[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_pickle_never_stands_for_other_values(tmp_path: Path) -> None:
@@ -133,18 +148,18 @@ def open_files(folder: Path) -> list[str]:
     return [link for link in links if str(folder) in link or "memfd:ckptool" in link]
 
 
-@looped(("suffix", "name"), [(suffix, name) for suffix in CONTAINERS for name in READERS])
+@looped(("suffix", "name"), [(suffix, name) for suffix in CONTAINERS for name in READERS], at_once=18)
 def test_the_last_use_of_a_file_closes_it(suffix: str, name: str, tmp_path: Path) -> None:
     """Without the garbage collector: it may not come for hours, and a copy of a pipe takes memory."""
     path = written(suffix, tmp_path)
     content = path.read_bytes() if path.is_file() else b""
     inputs: list[Callable[[], Any]] = [lambda: path, *([lambda: io.BytesIO(content)] if content else [])]
     for make in inputs:
-        gc.collect()
         gc.disable()
+        before = open_files(tmp_path)  # of other tests
         with suppress(CkptoolError):
             READERS[name](make())
         files.shared.clear()  # those of folders, of which some stay open to be used again
         still = open_files(tmp_path)
         gc.enable()
-        assert not still
+        assert len(still) <= len(before), still

@@ -3,6 +3,7 @@ files in the place of paths."""
 
 import collections
 import io
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -98,6 +99,7 @@ assert "torch" not in sys.modules
         (lambda given: ckptool.inspect([1]), r"a list with int in it(?s:.*)ckptool.inspect\(item\) for item"),
         (lambda given: ckptool.cast([given], dtype="f16"), "a list with OrderedDict in it"),
         (lambda given: ckptool.diff([given], given), r"state_dict\(\), model"),
+        (lambda given: ckptool.spec([given]), "type list is not a file"),
         (lambda given: ckptool.doctor(numpy.ones(2), fix=True), "type ndarray is not a file"),
         (lambda given: ckptool.save_for_cpu("a.pt", "b.pt"), "str, not a torch.nn.Module"),
         (lambda given: ckptool.unbundle(given, "out"), r"ckptool.bundle\(members={NAME: FILE}"),
@@ -445,3 +447,34 @@ def test_what_no_file_holds_stays_itself_and_is_equal_to_nothing_else(kind: str,
         assert result["x"] is one
     assert ckptool.inspect(state).tensors and ckptool.doctor(state).file == ""
     refused("unsupported", tmp_path, lambda: ckptool.save(state, tmp_path / "a.pt"), "module.x")
+
+
+NOTED: dict[str, Call] = {
+    "weights-sum": lambda given, out: ckptool.average([given, given], out, weights=[1, 1]),
+    "new-ties": lambda given, out: ckptool.slim(given, out, dedup=True),
+}
+
+
+@looped("code", NOTED)
+def test_notes_on_results_in_memory_are_warnings(code: str, tmp_path: Path) -> None:
+    state = {"a.weight": torch.ones(300), "b.weight": torch.ones(300)}
+    (note,) = NOTED[code](state, tmp_path / "out.pt").notes
+    assert note.code == code
+    with pytest.warns(UserWarning, match=re.escape(f"{note.message} ({code})")) as raised:
+        result = NOTED[code](state, None)
+    assert len(raised) == 1 and raised[0].filename == __file__
+    assert_same_objects(result, load(tmp_path / "out.pt"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
+def test_tensors_are_not_said_to_be_on_a_device_that_is_not_there(tmp_path: Path) -> None:
+    state = weights()
+    refused("unsupported", tmp_path, lambda: ckptool.remap(state, to="cuda:0"), "no cuda:0")
+    assert ckptool.remap(state, to="cuda:0", dry_run=True).summary
+    ckptool.remap(state, tmp_path / "out.pt", to="cuda:0")
+    assert ckptool.remap(ckptool.open(state), to="cpu")
+    entries = dict(ckptool.open(tmp_path / "out.pt"))
+    assert {entry.device for entry in ckptool.remap(ckptool.open(tmp_path / "out.pt"), to="cuda:1").values()} == {
+        "cuda:1"
+    }
+    assert ckptool.cast(entries, dtype="f16")

@@ -105,10 +105,6 @@ class Archive:
     def source(self) -> Readable:
         return self.headers.source
 
-    @property
-    def has_checksums(self) -> bool:
-        return self.headers.has_checksums
-
     def by_offset(self) -> list[Record]:
         return sorted(self.records.values(), key=attrgetter("header"))
 
