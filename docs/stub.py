@@ -52,8 +52,12 @@ def signatures(name: str) -> Iterator[str]:
     """The signatures of a verb whose result depends on what it is given; none where it does not."""
     parameters = [*inspect.signature(function_of(name), eval_str=True).parameters.values()]
     function, kinds, first = VERBS[name].function, reports_of(name), parameters[0].name
+    summary = (inspect.getdoc(function_of(name)) or "").partition("\n\n")[0].replace("\n", " ")  # what editors show
     takes_several, report = next(parameters_of(function_of(name))).option.each, kinds[0].__name__
     into = next((param.name for param in parameters if param.name in ("out", "folder")), "")
+
+    def signature(words: str, result: str) -> str:
+        return f'@overload\ndef {function}({words}) -> {result}: """{summary}"""'
 
     def line(result: str, given: dict[str, str], needed: str = "") -> str:
         """One signature.  given: other types.  needed: this parameter, and those before it, have no default."""
@@ -67,7 +71,7 @@ def signatures(name: str) -> Iterator[str]:
             default = " = ..." if param.default is not param.empty and not required else ""
             words.append(f"{param.name}: {given.get(param.name) or text_of(param.annotation)}{default}")
             required = required and param.name != needed
-        return f"@overload\ndef {function}({', '.join(words)}) -> {result}: ..."
+        return signature(", ".join(words), result)
 
     depends = Any in kinds and len(kinds) == 2 and bool(into)
     is_alone = depends and not name.startswith(NO_VERB_ALONE)
@@ -79,7 +83,7 @@ def signatures(name: str) -> Iterator[str]:
         yield line("Checkpoint", {first: "Checkpoint", into: "None"})
         yield line("dict[Any, Any]", {first: MEMORY, into: "None"})
     if takes_several:
-        yield f"@overload\ndef {function}({first}: {PATHS}, *, {SEVERAL}) -> list[{report} | Any]: ..."
+        yield signature(f"{first}: {PATHS}, *, {SEVERAL}", f"list[{report} | Any]")
     if depends or takes_several:  # an output's place may have a dtype or a device
         result = "Any" if Any in kinds and into else " | ".join(map(text_of, kinds))
         yield line(result, {into: "object"} if function in ("cast", "remap") else {})

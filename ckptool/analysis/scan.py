@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from datetime import datetime, timezone
 from functools import partial
+from operator import attrgetter
 from typing import Annotated, Any
 
 from ckptool import formats
@@ -112,6 +113,11 @@ class ScannedFile:
     @property
     def is_good(self) -> bool:
         return self.state == GOOD
+
+    @property
+    def extent(self) -> Annotated[tuple[int, int, float], LIVE]:
+        """Orders checkpoints of one step: by how much each holds, then by time."""
+        return len(self.holds) + self.members, self.bytes, self.modified
 
     @property
     def is_wrong(self) -> Annotated[bool, LIVE]:
@@ -290,11 +296,9 @@ def _newest(good: list[ScannedFile]) -> tuple[ScannedFile | None, str]:
     """
     for by in ("step", "epoch"):
         known = [row for row in good if getattr(row, by) is not None]
-        in_epochs = all(row.epoch is not None for row in known)
         if known and max(row.modified for row in known) == max(row.modified for row in good):
-            more = ((len(row.holds) + row.members, row.bytes, row.modified) for row in known)
-            places = [(row.epoch if in_epochs else 0, getattr(row, by), next(more)) for row in known]
-            return known[places.index(max(places))], by
+            orders = ["epoch", by] if all(row.epoch is not None for row in known) else [by]
+            return max(known, key=attrgetter(*orders, "extent")), by
     return max(good, key=lambda row: row.modified, default=None), "time" if good else ""
 
 

@@ -18,6 +18,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from glob import escape
 from typing import Any, NamedTuple, cast
 
 from ckptool.analysis.diff import diff
@@ -426,7 +427,7 @@ def average(
         if not all(diff(other, alone[-1], statistics=False).same for other in alone[:-1]):
             what = f"{key!s} has no mean ({kind}), and differs between the files"
             fix = "Give it as a plain tensor: tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), "
-            fix += f"torch.from_numpy(array). Leave it out: {command('convert', names[0], exclude=str(key), out=OUT)}"
+            fix += f"torch.from_numpy(array). Or: {command('convert', names[0], exclude=escape(str(key)), out=OUT)}"
             raise Unsupported(what, "The last file's values would end up among the means. Nothing was written.", fix)
         tree[key] = value
         if not has_mean:
