@@ -311,7 +311,8 @@ def for_python(function: Any) -> Any:
             if odd := [type(path).__name__ for path in paths if not isinstance(path, (str, os.PathLike))]:
                 fix = f"One after the other: [ckptool.{function.__name__}(item) for item in …]"
                 raise UsageError(f"{function.__name__} was given a list with {odd[0]} in it", why, fix)
-            check(typed[0].name, paths)
+            for path in paths:
+                check(typed[0].name, path)
         for name, value in (*zip([*sig.parameters][paths is not None :], args, strict=False), *options.items()):
             check(name, value)
         if paths is not None:

@@ -418,6 +418,7 @@ def test_a_list_in_python(three: Path) -> None:
         "FileMissing"
     ]
     assert [each.path for each in ckptool.scan([Path("one.pt"), "two.pt"])] == ["one.pt", "two.pt"]
+    assert [each.path for each in ckptool.scan(Path().glob("one.p*"))] == ["one.pt"] and ckptool.scan([]) == []
     with pytest.raises(ckptool.CkptoolError, match="one output"):
         ckptool.strip_module([*FILES], "out.pt")
     with pytest.raises(ckptool.CkptoolError, match="None of the files were written"):
