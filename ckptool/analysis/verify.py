@@ -455,8 +455,9 @@ def check_archive(archive: Archive, tree: Any) -> list[Problem]:
     starts = [start + record.data_at for record in records]
     for place, storage in _storages_by_address(tree) if not is_intact else ():  # it walks past every name
         data = storage.data
-        owner = record_of(data)
-        if owner is None and isinstance(data, FileRange) and data.file is file:
+        owner = record_of(data)  # or that of an archive inside of one of these
+        is_ours = owner is not None and archive.records.get(owner.name) is owner
+        if not is_ours and isinstance(data, FileRange) and data.file is file:
             index = bisect_right(starts, data.offset) - 1
             owner = records[index] if index >= 0 else None
         if owner is not None:

@@ -216,7 +216,7 @@ def disagreement(path: Path, ours: Any) -> str:
             except CkptoolError:
                 continue  # a record that nothing uses, and that is refused when it is
             try:
-                data = read_record(reading, name, archive.has_checksums)
+                data = read_record(reading, name, archive.headers.has_checksums)
             except (zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error, EOFError) as error:
                 return f"zipfile cannot read {name} ({error!s:.120})"
             if data != contents:
