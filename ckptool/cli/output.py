@@ -195,8 +195,7 @@ def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
             if show is None or width is None:
                 tell(f"{line_of(fact, rate)}\n")
                 return
-            last = line_of(fact, rate, drawn=True)
-            last = _cut(last, width)
+            last = _cut(line_of(fact, rate, drawn=True), width)
             show(last)
 
         try:
