@@ -305,15 +305,15 @@ def for_python(function: Any) -> Any:
 
     @wraps(function)
     def called(*args: Any, **options: Any) -> Any:
-        given, paths = [*zip(sig.parameters, args, strict=False), *options.items()], None
+        to_check, paths = [*zip(sig.parameters, args, strict=False), *options.items()], None
         if takes_several and args and isinstance(args[0], (list, tuple, Iterator)) and not hasattr(args[0], "read"):
-            paths, given = [*args[0]], given[1:]
+            paths, to_check = [*args[0]], to_check[1:]
             if odd := [type(path).__name__ for path in paths if not isinstance(path, (str, os.PathLike))]:
                 fix = f"One after the other: [ckptool.{function.__name__}(item) for item in …]"
                 raise UsageError(f"{function.__name__} was given a list with {odd[0]} in it", of_lists, fix)
             for path in paths:
                 check(typed[0].name, path)
-        for name, value in given:
+        for name, value in to_check:
             check(name, value)
         if paths is not None:
             many = import_module("ckptool.verbs._many_files")

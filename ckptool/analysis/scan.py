@@ -290,15 +290,15 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
 def _newest(good: list[ScannedFile]) -> tuple[ScannedFile | None, str]:
     """The newest of these checkpoints, and what that was judged by.
 
-    By step (where all say their epoch, by that first), else by epoch, unless one that says neither was changed after
-    all that do; else by time, which a copy or a download changes. Of two of the same step, the one that holds more:
-    kinds of contents and members, then bytes.
+    By those that state a step (where all of them state their epoch, too, by that first), unless one that states none
+    was changed after them all; else by epochs in the same way; else by time, which a copy or a download changes. Of two
+    of the same step, the one that holds more: kinds of contents and members, then bytes.
     """
     for by in ("step", "epoch"):
-        known = [row for row in good if getattr(row, by) is not None]
-        if known and max(row.modified for row in known) == max(row.modified for row in good):
-            orders = ["epoch", by] if all(row.epoch is not None for row in known) else [by]
-            return max(known, key=attrgetter(*orders, "extent")), by
+        stating = [row for row in good if getattr(row, by) is not None]
+        if stating and max(row.modified for row in stating) == max(row.modified for row in good):
+            orders = ["epoch", by] if all(row.epoch is not None for row in stating) else [by]
+            return max(stating, key=attrgetter(*orders, "extent")), by
     return max(good, key=lambda row: row.modified, default=None), "time" if good else ""
 
 
