@@ -32,7 +32,7 @@ PATH, MEMORY = "str | PathLike[str]", "Mapping[Any, Any] | Module"
 FILE, PATHS = f"{PATH} | IO[bytes]", "list[Any] | tuple[Any, ...] | Iterator[Any]"
 LIKE = re.compile(r"Union\[str, PathLike\[str\], IO\[bytes\], Mapping\[Any, Any\], Checkpoint, Module(, NoneType)?\]")
 SEVERAL = f"jobs: int | str | Executor = ..., folder: {PATH} | None = ..., skip_refused: bool = ..., **options: Any"
-NO_VERB_ALONE = ("average", "bundle", "lora")  # whose result may be in memory for a file, beside what is in memory
+OF_SEVERAL = ("average", "bundle", "lora")  # of several inputs: the kind of the first does not tell that of the result
 
 
 def text_of(kind: Any) -> str:
@@ -74,7 +74,7 @@ def signatures(name: str) -> Iterator[str]:
         return signature(", ".join(words), result)
 
     depends = Any in kinds and len(kinds) == 2 and bool(into)
-    is_alone = depends and not name.startswith(NO_VERB_ALONE)
+    is_alone = depends and not name.startswith(OF_SEVERAL)
     if is_alone:
         yield line(report, {first: FILE})
     if depends:

@@ -156,6 +156,12 @@ def test_the_page_of_codes_is_in_the_package_itself() -> None:
     assert (HOME / "ckptool" / "verbs" / "codes.md").resolve() == HOME / "docs" / "codes.md"
 
 
+def test_a_code_is_explained_once() -> None:
+    """`explain` would show only the last row."""
+    codes = re.findall(r"^\| `([^`]+)` \|", (HOME / "docs" / "codes.md").read_text(), re.MULTILINE)
+    assert len(codes) > 50 and len(codes) == len(set(codes))
+
+
 # Links ----------------------------------------------------------------------------------------------------------------
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -16,7 +16,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Original(Protocol):
-    """A tensor that others are like, and where their bytes begin from the place that a table gives them."""
+    """A tensor that was read in full. begin: where its bytes begin, from its place by the table; those of others like
+    it begin as far from theirs."""
 
     @property
     def entry(self) -> TensorEntry: ...

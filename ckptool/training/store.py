@@ -128,7 +128,8 @@ def check(saved: SavedState, verify: str = "full") -> SavedState:
 def is_whole(saved: SavedState, verify: str) -> bool:
     """True for a checkpoint that `check` finds nothing wrong with."""
     with suppress(CkptoolError):
-        return bool(check(saved, verify))
+        check(saved, verify)
+        return True
     return False
 
 
@@ -230,7 +231,8 @@ class Retention:
     def divide(self, saves: list[SavedState], verify: str = "size") -> tuple[dict[int, list[str]], list[SavedState]]:
         """The steps to keep, each with its rules, and the whole checkpoints that no rule keeps.
 
-        Damaged ones stay and do not count: they are for a person to look at. verify: those that stay, as `check` does.
+        Damaged ones stay and do not count: they are for a person to look at.
+        verify: how `check` looks at those to keep; for one that is damaged, the rules keep another.
         """
         intact = [saved for saved in saves if is_whole(saved, "size")]
         while True:

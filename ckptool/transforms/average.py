@@ -420,14 +420,16 @@ def average(
         kind = f"of type {entry.dtype.name}" if entry is not None else type(value).__name__
         kind = f"a {value.kind} tensor" if isinstance(value, Composite) else kind
         is_number = entry is not None and (entry.dtype.is_float or entry.dtype.name in _COMPONENTS)
-        # A counter is one number, and may differ; codes, indices and what holds tensors belong to the other tensors.
-        belongs = any(True for _ in tensors(value)) if entry is None else is_number or entry.numel > 1
         has_mean = is_number and entry is value
-        alone = [Checkpoint({"": node[key]}, DEFAULT) for node in nodes if belongs and not has_mean]
+        # A counter is one number, and may differ; codes, indices and what holds tensors belong to the other tensors.
+        belongs = any(tensors(value)) if entry is None else is_number or entry.numel > 1
+        alone = [Checkpoint({"": node[key]}, DEFAULT) for node in nodes] if belongs and not has_mean else []
         if not all(diff(other, alone[-1], statistics=False).same for other in alone[:-1]):
             what = f"{key!s} has no mean ({kind}), and differs between the files"
-            fix = "Give it as a plain tensor: tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), "
-            fix += f"torch.from_numpy(array). Or: {command('convert', names[0], exclude=escape(str(key)), out=OUT)}"
+            fix = f"Leave it out of each: {command('convert', names[0], exclude=escape(str(key)), out=OUT)}"
+            if entry is not value:
+                ways = "tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), torch.from_numpy(array)"
+                fix = f"Give it as a plain tensor: {ways}. {fix}"
             raise Unsupported(what, "The last file's values would end up among the means. Nothing was written.", fix)
         tree[key] = value
         if not has_mean:

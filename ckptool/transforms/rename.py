@@ -115,7 +115,8 @@ def apply(checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename) ->
             replaced[id(state)] = same_kind(state, items)
     if mapping and "tensor_names" in checkpoint.metadata:
         why = "Under other names torchao would not find them. Nothing was written."
-        raise Unsupported("weights are described by name in the metadata (tensor_names)", why)
+        fix = "Rename the weights before they are quantized."
+        raise Unsupported("the metadata describes weights by their names (tensor_names)", why, fix)
     if mapping:
         checkpoint = replace(checkpoint, tree=rebuild(checkpoint.tree, replaced=replaced))
     return Renamed(checkpoint, total_changed, total, tuple(facts), mapping)

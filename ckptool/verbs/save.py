@@ -38,7 +38,7 @@ def save(
     """
     if isinstance(tree, (str, os.PathLike)):
         what, why = f"save was given the path {os.fspath(tree)!r} as what to save", "The path comes second."
-        raise UsageError(what, why, f"What is in a file: {command('convert', FILE, out=OUT)}")
+        raise UsageError(what, why, f"To write what a file holds: {command('convert', FILE, out=OUT)}")
     if callable(getattr(path, "write", None)):  # an open file, through a temporary one
         from shutil import copyfileobj
         from tempfile import TemporaryDirectory

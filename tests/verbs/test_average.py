@@ -282,7 +282,8 @@ def test_what_has_no_mean_and_differs_is_refused(seed: int, tmp_path: Path) -> N
         for step, x in ((1, one), (2, two), (3, one))
     ]
     paths = numbered_files(tmp_path, states)
-    refused("unsupported", tmp_path, lambda: ckptool.average(paths[:2], tmp_path / "o.pt"), "x has no mean")
+    error = refused("unsupported", tmp_path, lambda: ckptool.average(paths[:2], tmp_path / "o.pt"), "x has no mean")
+    assert ("Give it as a plain tensor" in error.fix) == (not isinstance(one, torch.Tensor))
     refused("unsupported", tmp_path, lambda: ckptool.average(paths, tmp_path / "o.pt"), "x has no mean")
     ckptool.average([paths[0], paths[2]], tmp_path / "o.pt")
     assert ckptool.load(tmp_path / "o.pt")["count"] == 3
