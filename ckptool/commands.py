@@ -301,26 +301,27 @@ def for_python(function: Any) -> Any:
     kinds = {param.name: getattr(param.annotation, "__origin__", param.annotation) for param in sig.parameters.values()}
     check = _check_of_types(function, kinds, typed)
     takes_several = bool(typed) and typed[0].option.each
-    why = "A list of paths gives a list of reports; jobs=N or an executor works on several at a time."
+    of_lists = "A list of paths gives a list of reports; jobs=N or an executor works on several at a time."
 
     @wraps(function)
     def called(*args: Any, **options: Any) -> Any:
-        paths = None
+        to_check, paths = [*zip(sig.parameters, args, strict=False), *options.items()], None
         if takes_several and args and isinstance(args[0], (list, tuple, Iterator)) and not hasattr(args[0], "read"):
-            paths, args = [*args[0]], args[1:]
+            paths, to_check = [*args[0]], to_check[1:]
             if odd := [type(path).__name__ for path in paths if not isinstance(path, (str, os.PathLike))]:
                 fix = f"One after the other: [ckptool.{function.__name__}(item) for item in …]"
-                raise UsageError(f"{function.__name__} was given a list with {odd[0]} in it", why, fix)
+                raise UsageError(f"{function.__name__} was given a list with {odd[0]} in it", of_lists, fix)
             for path in paths:
                 check(typed[0].name, path)
-        for name, value in (*zip([*sig.parameters][paths is not None :], args, strict=False), *options.items()):
+        for name, value in to_check:
             check(name, value)
         if paths is not None:
-            return import_module("ckptool.verbs._many_files").of_list(function, [*map(os.fspath, paths)], args, options)
+            many = import_module("ckptool.verbs._many_files")
+            return many.of_list(function, [*map(os.fspath, paths)], args[1:], options)
         report = function(*args, **options)
         if not getattr(report, "made", ()):
             return report
-        for note in report.notes:  # which have no report to stand in
+        for note in report.notes:  # nobody sees the report of a result in memory
             warnings.warn(f"{note.message} ({note.code})", stacklevel=2)
         return report.made[0]
 
@@ -333,7 +334,9 @@ def for_python(function: Any) -> Any:
     lines = [f"{each.name}: {re.sub('--[a-z-]+', lambda f: names.get(f[0], f[0]), each.option.help)}" for each in typed]
     declared = inspect.signature(function, eval_str=True).parameters.values()
     writes = [param.annotation.__doc__ or "" for param in declared if hasattr(param.annotation, "__required_keys__")]
-    lines += writes + [why + " Into: folder=DIR, or in_place=True." * bool(writes)] * takes_several
+    lines += writes
+    if takes_several:
+        lines.append(f"{of_lists} Into: folder=DIR, or in_place=True." if writes else of_lists)
     called.__doc__ = "\n    ".join([(function.__doc__ or "").rstrip() + "\n", *lines, ""])
     return called
 

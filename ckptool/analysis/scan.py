@@ -36,7 +36,7 @@ from ckptool.pickles.decode import reaches_a_call
 GOOD, PART, MEMBER, UNSAFE = "good", "part", "member", "unsafe-global"
 WORDS = {CALLED: "calls", MADE: "makes objects of", NAMED: "imports"}
 MAX_FILES, MAX_PLACES = 100_000, 5
-MAX_DEPTH = 32  # folders in folders, of a web server
+MAX_DEPTH = 32  # levels of folders on a web server
 NO_SUMS = "no-checksums"  # the code of a checkpoint, all read, some of whose data have none
 MANY = 40  # files of a table below which those that are not good are named again
 
@@ -290,15 +290,15 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
 def _newest(good: list[ScannedFile]) -> tuple[ScannedFile | None, str]:
     """The newest of these checkpoints, and what that was judged by.
 
-    By step (where all say their epoch, by that first), else by epoch, unless one that says neither was changed after
-    all that do; else by time, which a copy or a download changes. Of two of the same step, the one that holds more:
-    kinds of contents and members, then bytes.
+    By those that state a step (where all of them state their epoch, too, by that first), unless one that states none
+    was changed after them all; else by epochs in the same way; else by time, which a copy or a download changes. Of two
+    of the same step, the one that holds more: kinds of contents and members, then bytes.
     """
     for by in ("step", "epoch"):
-        known = [row for row in good if getattr(row, by) is not None]
-        if known and max(row.modified for row in known) == max(row.modified for row in good):
-            orders = ["epoch", by] if all(row.epoch is not None for row in known) else [by]
-            return max(known, key=attrgetter(*orders, "extent")), by
+        stating = [row for row in good if getattr(row, by) is not None]
+        if stating and max(row.modified for row in stating) == max(row.modified for row in good):
+            orders = ["epoch", by] if all(row.epoch is not None for row in stating) else [by]
+            return max(stating, key=attrgetter(*orders, "extent")), by
     return max(good, key=lambda row: row.modified, default=None), "time" if good else ""
 
 
@@ -319,8 +319,8 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
         if count > MAX_FILES:
             raise UsageError(f"{folder} holds more than {MAX_FILES:,} files", "Name a folder below it.")
         if is_url(folder) and current.count("/") > folder.count("/") + MAX_DEPTH:
-            why = "Its server probably gives the same page for any name."
-            raise UsageError(f"{folder} has folders more than {MAX_DEPTH} deep", why, "Name a file in it.")
+            why = "The server probably answers any name with the same page."
+            raise UsageError(f"{folder} has more than {MAX_DEPTH} levels of folders", why, "Name a file in it.")
         # The checkpoints of this folder (as a rule the folder itself), and the names in it that belong to them.
         claimed = set[str]()
         if _is_checkpoint(current) and not megatron.is_run(source := Folder(current)):  # each iteration of a run is one
@@ -370,11 +370,13 @@ def _file_row(full: bool, path: str) -> ScannedFile:
     """The row of a checkpoint, with the step that its metadata or a file beside it states."""
     checkpoint = formats.read(path)
     contents = listing(checkpoint)
-    report = None
+    codes = dict.fromkeys(note.code for note in contents.notes if note.code not in (UNSAFE, PART, MEMBERS))
     if full:
-        from ckptool.analysis.verify import verified
+        from ckptool.analysis.verify import ALL, verified
 
         report = verified(open_input(path))[0]
+        if report.checksums != ALL:
+            codes[NO_SUMS] = None
         if problems := report.problems:
             more = f" and {counted(len(problems) - 1, 'more problem')}" if len(problems) > 1 else ""
             raise Corrupt(f"{problems[0].what}{more}", problems[0].why)
@@ -411,8 +413,6 @@ def _file_row(full: bool, path: str) -> ScannedFile:
         if len(addresses) < MAX_PLACES and place not in addresses:
             addresses.append(place)
     calls = [Call(*kind[:2], tuple(addresses), counts[kind], kind[2] == CUSTOM) for kind, addresses in places.items()]
-    codes = dict.fromkeys(note.code for note in contents.notes if note.code not in (UNSAFE, PART, MEMBERS))
-    codes |= {NO_SUMS: None} if report is not None and report.checksums != "all" else {}
     calls.sort(key=lambda call: (call.is_custom, (CALLED, MADE, NAMED).index(call.how)))
     facts = *_progress(tree, path), nbytes, modified, tuple(kinds_of(contents.roots)), tuple(codes), tuple(calls)
     return ScannedFile(path, state, problem, part, count, checkpoint.container, *facts, is_model)

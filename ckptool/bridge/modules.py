@@ -176,9 +176,12 @@ def load_into(
     bare = unwrapped(model)
     slots = _model_slots(bare)
     expected = _expected({key: slot.tensor for key, slot in slots.items()}, is_module=True)
-    named = {f"{path}.{EXTRA_STATE}".lstrip("."): module for path, module in bare.named_modules()}
-    has_state = {key: mod for key, mod in named.items() if type(mod).set_extra_state is not nn.Module.set_extra_state}
-    target = Target(type(bare).__name__, MODULE, expected, kinds_known=True, values=has_state)
+    stateful = {
+        f"{path}.{EXTRA_STATE}".lstrip("."): module
+        for path, module in bare.named_modules()
+        if type(module).set_extra_state is not nn.Module.set_extra_state
+    }
+    target = Target(type(bare).__name__, MODULE, expected, kinds_known=True, values=stateful)
     opened = Opened(checkpoint, at, "") if isinstance(checkpoint, Checkpoint) else open_file(checkpoint, at)
     refuse_part(opened.checkpoint, part=part)
     source, (root, remark) = opened.checkpoint, one_state_dict(opened.checkpoint, opened.at)
@@ -199,9 +202,8 @@ def load_into(
     what = f"buffers that are not saved stay on the meta device: {listed(on_meta)}"
     notes = [Note("meta-buffers", what)] if on_meta else []
     if hooked := _own_hooks(bare):
-        notes.append(
-            Note("own-hooks", f"load_state_dict would run code of the model, and this did not: {listed(hooked)}")
-        )
+        what = f"load_state_dict would run the model's own code in {listed(hooked)}; load_into does not"
+        notes.append(Note("own-hooks", what))
     report = replace(plan.report, supplied=supplied, normalised=(*plan.report.normalised, *notes))
     report = replace(report, refused=(*report.refused, *_live_refusals(report, chosen, slots, options.missing, assign)))
     if dry_run:
@@ -215,17 +217,18 @@ def load_into(
         for change in changes:
             change()
     for name, state in states.items():
-        call_user_code(has_state[name].set_extra_state, printable(name), target.name, state)
+        call_user_code(stateful[name].set_extra_state, printable(name), target.name, state)
     return replace(report, applied=True)
 
 
 def _own_hooks(model: nn.Module) -> list[str]:
-    """The modules whose own code, beside torch's, `state_dict` or `load_state_dict` would run."""
+    """The modules of which `state_dict` or `load_state_dict` would run code that is not torch's."""
     names = []
     for path, module in model.named_modules():
-        kind, loading = type(module), (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
-        hooks = [hook for hooks in (*loading, module._state_dict_hooks) for hook in hooks.values()]
-        code = [kind.load_state_dict, kind._load_from_state_dict, kind._save_to_state_dict, *hooks]
+        kind = type(module)
+        hooks = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks, module._state_dict_hooks
+        code = [kind.load_state_dict, kind._load_from_state_dict, kind._save_to_state_dict]
+        code += [hook for by_id in hooks for hook in by_id.values()]
         if not all(str(getattr(function, "__module__", "")).startswith("torch.") for function in code):
             names.append(path or kind.__name__)
     return names

@@ -189,16 +189,15 @@ class TensorEntry(ArrayLike):
         from ckptool.checkpoint.strided import reshaped
 
         if prod(shape) != self.numel or min(shape, default=0) < 0:
-            raise UsageError(
-                f"{self!r} cannot be reshaped to {list(shape)}", f"Their product has to be {self.numel:,}."
-            )
+            why = f"The product of the sizes has to be {self.numel:,}."
+            raise UsageError(f"{self!r} cannot be reshaped to {list(shape)}", why)
         return reshaped(self, shape)
 
     def narrow(self, dim: int, start: int, length: int) -> TensorEntry:
         """The view of `length` elements along a dimension, from `start`, as torch's `narrow`."""
         if not 0 <= start <= start + length <= self.shape[dim]:
             what = f"{self!r} has no elements {start} to {start + length} along dimension {dim}"
-            raise UsageError(what, f"It has {self.shape[dim]} there.")
+            raise UsageError(what, f"It has {self.shape[dim]:,} there.")
         shape = tuple(length if axis == dim % len(self.shape) else size for axis, size in enumerate(self.shape))
         offset = self.offset + start * self.stride[dim]
         return TensorEntry(self.storage, self.dtype, shape, self.stride, offset, self.flags)
@@ -206,7 +205,7 @@ class TensorEntry(ArrayLike):
     def permute(self, order: Sequence[int]) -> TensorEntry:
         """The view with its dimensions in this order, as torch's `permute`."""
         if sorted(range(len(self.shape))[axis] for axis in order) != [*range(len(self.shape))]:
-            raise UsageError(f"{list(order)} is no order of the dimensions of {self!r}", "Each is there once.")
+            raise UsageError(f"{list(order)} is no order of the dimensions of {self!r}", "It has to name each once.")
         shape, stride = (tuple(values[axis] for axis in order) for values in (self.shape, self.stride))
         return TensorEntry(self.storage, self.dtype, shape, stride, self.offset, self.flags)
 

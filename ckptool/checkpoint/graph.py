@@ -200,8 +200,11 @@ class GraphMapper:
         self.unfilled: list[Callable[[Of], None]] = []
 
     def map(self, root: Any) -> Any:
-        """The result for `root`, filled to the bottom. Once: then it forgets its handlers, which may refer to whoever
-        has it, and all that was read, since a cycle would keep files open and tensors in memory."""
+        """The result for `root`, filled to the bottom.
+
+        A mapper maps once, and then forgets everything: its handlers may refer to its owner, and such a cycle would
+        keep files open and tensors in memory.
+        """
         try:
             with no_collection():
                 result = self.of(root)
@@ -209,7 +212,7 @@ class GraphMapper:
                     self.unfilled.pop()(self.of)
                 return result
         finally:
-            vars(self).clear()
+            del self.handlers, self.default, self.replaced, self.results, self.alive, self.unfilled
 
     def later(self, fill: Callable[[Of], None]) -> None:
         """Calls `fill` once all results that need their parts first exist."""

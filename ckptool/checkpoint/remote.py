@@ -55,7 +55,11 @@ Result = TypeVar("Result")
 
 
 class _Again(Exception):
-    """A failure that may be gone a moment later: it is tried again, after the seconds that a server may ask for."""
+    """A failure that may be gone a moment later: it is tried again. after: not before so many seconds have passed."""
+
+    def __init__(self, why: str, after: int = 0) -> None:
+        super().__init__(why)
+        self.after = after
 
 
 class _IsFolder(Exception):
@@ -206,7 +210,8 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
             if status in (401, 403, 407):
                 raise _denied(url, message)
             if status in (408, 425, 429) or status >= 500:
-                raise _Again(f"the server says {message}", fields.get("Retry-After", ""))
+                after = fields.get("Retry-After", "")  # it may be a date, too
+                raise _Again(f"the server says {message}", int(after) if re.fullmatch("[0-9]{1,9}", after) else 0)
             raise FileProblem(f"cannot read {url}: the server says {message}")
     except ValueError as error:  # of the URL, or of one that it is redirected to
         raise UsageError(f"cannot use {url}", f"No web server is asked for that: {foreign(str(error))}") from error
@@ -232,18 +237,17 @@ _at_once = cache(lambda process: asyncio.Semaphore(AT_ONCE))  # a process has a 
 
 
 async def _tried(url: str, call: Callable[[], Awaitable[Result]]) -> Result:
-    """The result of a call, tried at most three times, not earlier than the server says. Raises `FileProblem`."""
+    """The result of a call, tried at most three times, not sooner than the server asks. Raises `FileProblem`."""
     async with _at_once(os.getpid()):
         for number in range(TRIES):
             try:
                 return await call()
             except _Again as error:
-                why, after = (*error.args, "")[:2]
-                pause = max(WAIT * 2**number, int(after) if re.fullmatch("[0-9]{1,9}", after) else 0)
+                why, pause = str(error), max(WAIT * 2**number, error.after)
             if number == TRIES - 1 or pause > PATIENCE:
                 break
             await asyncio.sleep(pause)
-    tried = f"Tried {TRIES} times." if pause <= PATIENCE else f"It asks to be left alone for {pause:,} s."
+    tried = f"Tried {TRIES} times." if pause <= PATIENCE else f"It asks for a wait of {pause:,} s."
     raise FileProblem(f"cannot read {url}: {why}", tried, "Try again later.")
 
 

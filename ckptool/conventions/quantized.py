@@ -263,8 +263,9 @@ def scaled(weight: QuantizedWeight, scheme: Scheme) -> QuantizedWeight:
     codes, scale = weight.parts["codes"], weight.parts["scale"]
     fits = is_f8(codes.dtype) or (codes.dtype.name == "i8" and not weight.keys[1].endswith("_inv"))
     require(fits, f"codes of type {codes.dtype}")
-    is_told = bool(is_f8(codes.dtype) or scheme.method or scheme.blocks)
-    require(is_told, "int8 codes, each of one number, or of two: only a quantization_config in config.json says which")
+    is_explained = bool(is_f8(codes.dtype) or scheme.method or scheme.blocks)
+    which = "only a quantization_config in config.json can say which"
+    require(is_explained, f"int8 codes, each of which may hold one number or two: {which}")
     if scale.dtype.name == "u8" and not scheme.blocks:
         scheme = replace(scheme, blocks=frozenset({(1, 32)}))  # the microscaling formats'
     kind = "int8" if codes.dtype.name == "i8" else "fp8"
@@ -473,7 +474,8 @@ def find_quantized(tree: Mapping[Any, Any], config: Mapping[str, Any], metadata:
             except CkptoolError as error:
                 problem = f"{name}: {error.what}"
         result.problems += [problem] if problem else []
-    if not (codes := _certain_codes(tree)) and not (result or scheme.method):
+    codes = _certain_codes(tree)
+    if not (codes or result or scheme.method):
         return result
     # Scales of activations; and the parts of weights, and codes, that belong to nothing that is known.
     names = {name for weight in result.weights for name in (weight.name, weight.keys[0])}
@@ -500,7 +502,7 @@ def may_be_quantized(tree: Mapping[Any, Any]) -> bool:
 
 
 def _are_codes(value: Any) -> bool:
-    """True for what codes may be, of integers where there are rows of them: a counter has none."""
+    """True for what may be codes: float8, and integers in rows; a counter has no rows."""
     is_entry = isinstance(value, TensorEntry)
     return is_entry and (is_f8(value.dtype) or (value.dtype.name in _CODES and len(value.shape) > 1))
 
@@ -553,12 +555,14 @@ def _present(tree: Mapping[Any, Any], keys: dict[str, str]) -> dict[str, str]:
 
 
 def _certain_codes(tree: Mapping[Any, Any]) -> set[str]:
-    """The codes that are no weights by themselves: integers called a weight, and float8 or integers with a weight scale
-    beside them, under any name, or, for float8, of a known name anywhere."""
+    """The keys of codes that cannot be plain numbers: integers that are called a weight; integers and float8 with a
+    weight scale beside them, under any name; float8 where a weight scale has a known name, wherever it is."""
     codes = {key for key, value in tree.items() if type(key) is str and _are_codes(value)}
+    if not codes:
+        return codes
     float8 = {key for key in codes if is_f8(tree[key].dtype)}
-    places = [key.rpartition(".") for key in (tree if codes else ()) if type(key) is str and key not in float8]
-    modules = {module for module, _, name in places if _SCALE.search(name)}
-    certain = {key for key in codes - float8 if _WEIGHT.search(key)}
-    certain |= float8 if any(_FAR.search("".join(place)) for place in places) else set()
-    return certain | {key for key in codes if key.rpartition(".")[0] in modules}
+    others = [key for key in tree if type(key) is str and key not in float8]
+    scaled_modules = {module for module, _, name in (key.rpartition(".") for key in others) if _SCALE.search(name)}
+    certain = {key for key in codes if key.rpartition(".")[0] in scaled_modules}
+    certain |= {key for key in codes - float8 if _WEIGHT.search(key)}
+    return certain | float8 if any(map(_FAR.search, others)) else certain

@@ -478,5 +478,5 @@ class _Lossy:
             why = self.reasons.get(name) or LostRecord(name, None, size, MISSING if record is None else HEADER)
             record = self.archive.records[name] = Record(self.archive.headers, name, b"", 0, 0, 0, size, size, 0)
             self.lost[name] = replace(why, nbytes=size)
-            record.lost = Computed(size, NotThere(self.lost[name]))
+            record.stand_in = Computed(size, NotThere(self.lost[name]))
         return record

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckptool.analysis.targets import STATE, Target, accepted, extra_states, kind_by_name, tie_groups
+from ckptool.analysis.targets import STATE, Expected, Target, accepted, extra_states, kind_by_name, tie_groups
 from ckptool.analysis.warm_start import (
     AS_IT_IS,
     REFUSED,
@@ -102,8 +102,8 @@ class Assignment(NamedTuple):
 
 
 class WarmStartPlan(NamedTuple):
-    """`chosen`: the assignment of each name of the target that is loaded, tied names included. `states`: the values of
-    its extra states."""
+    """`chosen`: the assignment of each name of the target that is loaded, tied names included. `states`: the extra
+    states that are loaded, by the target's names."""
 
     chosen: dict[str, Assignment]
     states: dict[str, Any]
@@ -123,15 +123,13 @@ def plan_warm_start(
         raise UsageError(what, f"Available: {', '.join(ON_MISMATCH)}.")
     targets, groups = target.tensors, tie_groups(target.tensors.values()).values()
     tensors = {k: v for k, v in root.node.items() if type(k) is str and isinstance(v, (TensorEntry, Composite))}
-    beside = extra_states(root.node, tensors)
-    matched = _match_names([*tensors, *beside], root.node, [*targets, *target.states], options)
+    keys = [*tensors, *extra_states(root.node, tensors)]
+    matched = _match_names(keys, root.node, [*targets, *target.states], options)
     states = {name: matched.pairs.pop(name) for name in target.states if name in matched.pairs}
-    no_tensors = {key: matched.names.pop(key) for key in {*beside, *states.values()} if key in matched.names}
+    for key in states.values():
+        tensors.pop(key, None)  # a module may keep a tensor there
     for name in [name for name, key in matched.pairs.items() if key not in tensors]:
-        del matched.pairs[name]
-    not_states = {*states, *matched.excluded}
-    without = [Absent("", name, STATE, None, None) for name in target.states if name not in not_states]
-    unasked = [key for key in beside if key in no_tensors and key not in states.values()]
+        del matched.pairs[name]  # a tensor for which the checkpoint has an extra state
     took = remark or (f"took {root.address}" if root.path else "")
     is_other = root.module is not None or root.detail
     texts = [took, f"they are those of a {root.detail}" if is_other else ""]
@@ -158,13 +156,14 @@ def plan_warm_start(
         choice, expected = chosen[name], targets[name]
         loaded.append(Loaded(choice.source, name, expected.kind, expected.numel, choice.how))
 
-    met = {*chosen, *matched.supplied, *matched.excluded, *(fact.target for fact in mismatched)}
-    taken = {*matched.pairs.values()}
-    unloaded = [(key, name, tensors[key]) for key, name in matched.names.items() if key not in taken]
+    loaded_states = [Loaded(key, name, STATE, 0) for name, key in states.items()] if loaded else []  # never alone
+    met = {*chosen, *states, *matched.supplied, *matched.excluded, *(fact.target for fact in mismatched)}
+    taken = {*matched.pairs.values(), *states.values()}
+    left = {key: name for key, name in matched.names.items() if key not in taken}
     suggestions: list[Suggestion] = []
-    if len(matched.pairs) not in (len(matched.names), len(targets)):
+    if len(matched.pairs) != len(targets) and not left.keys().isdisjoint(tensors):
         # Rules that would make more fit, for names as rules see them: without the prefixes that are removed anyway.
-        ours = {without_wrappers(name): tensors[key].shape for key, name in matched.names.items()}
+        ours = {without_wrappers(name): tensors[key].shape for key, name in matched.names.items() if key in tensors}
         theirs = {without_wrappers(name): e.shape for name, e in targets.items() if name not in matched.excluded}
         placed = {without_wrappers(matched.names[key]): without_wrappers(goal) for goal, key in matched.pairs.items()}
         suggestions = suggest(ours, theirs, placed)
@@ -173,16 +172,10 @@ def plan_warm_start(
         target=target.name,
         target_kind=target.kind,
         root=root.address,
-        loaded=(*loaded, *(Loaded(key, name, STATE, 0) for name, key in states.items() if loaded)),
+        loaded=(*loaded, *loaded_states),
         tied=tuple(tied),
-        missing=(
-            *(Absent("", e.name, e.kind, e.dtype, e.shape) for name, e in targets.items() if name not in met),
-            *without,
-        ),
-        unexpected=(
-            *(Absent(key, name, kind_by_name(key, t.dtype), t.dtype, t.shape) for key, name, t in unloaded),
-            *(Absent(key, no_tensors[key], STATE, None, None) for key in unasked),
-        ),
+        missing=tuple(_absent("", name, targets.get(name)) for name in (*targets, *target.states) if name not in met),
+        unexpected=tuple(_absent(key, name, tensors.get(key)) for key, name in left.items()),
         mismatched=tuple(mismatched),
         dtype_changes=tuple(_dtype_changes(loaded, chosen, target)),
         excluded=tuple(name for name in targets if name in matched.excluded and name not in chosen),
@@ -197,8 +190,16 @@ def plan_warm_start(
     out = {*matched.excluded, *skipped}
     needed = {expected.tied_to or name for name, expected in targets.items() if name not in out}
     refused += _refusals(report, options, sum(targets[name].numel for name in needed))
-    carried = {name: root.node[key] for name, key in states.items()}
-    return WarmStartPlan(chosen, carried, replace(report, refused=tuple(refused)))
+    values = {name: root.node[key] for name, key in states.items()}
+    return WarmStartPlan(chosen, values, replace(report, refused=tuple(refused)))
+
+
+def _absent(key: str, name: str, facts: Expected | Tensor | None) -> Absent:
+    """What only one side has.  facts: what it is there; None for an extra state."""
+    if facts is None:
+        return Absent(key, name, STATE, None, None)
+    kind = facts.kind if isinstance(facts, Expected) else kind_by_name(key, facts.dtype)
+    return Absent(key, name, kind, facts.dtype, facts.shape)
 
 
 # Names ---------------------------------------------------------------------------------------------------------------
@@ -218,11 +219,11 @@ class _Matched(NamedTuple):
     notes: list[Note]
 
 
-def _match_names(tensors: Sequence[str], node: Any, targets: Sequence[str], options: MatchOptions) -> _Matched:
+def _match_names(keys: Sequence[str], node: Any, targets: Sequence[str], options: MatchOptions) -> _Matched:
     """Pairs by the rules and equal names, then without wrapper prefixes, then by names of older torch versions."""
     notes, excluded = list[Note](), set[str]()
     # By the rules for the key, else by those for its form without wrappers.
-    short = {key: without_wrappers(key) for key in tensors}
+    short = {key: without_wrappers(key) for key in keys}
     rename, names, peeled = by_rules(options.rules, {*short, *short.values()}), dict[str, str](), list[str]()
     for key in short:
         names[key] = rename(key)
@@ -233,9 +234,9 @@ def _match_names(tensors: Sequence[str], node: Any, targets: Sequence[str], opti
     if COUNTER in names and COUNTER not in targets and names[COUNTER] == COUNTER:
         del names[COUNTER]
         notes.append(Note("counter-left-out", f"{COUNTER} counts the models of an average; it is not a weight"))
-    keys = {name: key for key, name in names.items()}
-    paired_names = paired(keys, targets, lambda name: f"Leave one out: {arg(exclude=keys[name])}")
-    pairs = {goal: keys[name] for goal, name in paired_names.items()}
+    named = {name: key for key, name in names.items()}
+    paired_names = paired(named, targets, lambda name: f"Leave one out: {arg(exclude=named[name])}")
+    pairs = {goal: named[name] for goal, name in paired_names.items()}
     bare = [goal for goal, name in paired_names.items() if goal != name]
     for word, side, prefixed in (
         ("key", "checkpoint", [*peeled, *(pairs[goal] for goal in bare)]),

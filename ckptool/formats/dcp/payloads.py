@@ -171,7 +171,7 @@ class Payloads:
             opened, owner = Place(file), owner_of(file)
             places = Counter(pieces[name][number].place.offset for name, number, _ in chunks if self.folder.far)
             for offset in (offset for offset, names in places.items() if names > 1):
-                self._safetensors_at(file, offset)  # in one, several names have values of their own at a place
+                self._safetensors_at(file, offset)  # inside one, each name has values of its own at the same place
             for name, number, dtype in chunks:
                 chunk: Chunk = pieces[name][number]
                 at = chunk.place.offset
@@ -269,9 +269,10 @@ class Payloads:
 
     def _in_safetensors(self, name: str, chunk: Chunk) -> TensorEntry | None:
         """The chunk in a safetensors that begins at the place and goes on to the end of the file; None without one."""
-        if (found := self._safetensors_at(chunk.place.relative_path, chunk.place.offset)) is None:
+        contents = self._safetensors_at(chunk.place.relative_path, chunk.place.offset)
+        if contents is None:
             return None
-        tree, offsets = found
+        tree, offsets = contents
         entry, begin = tree.get(name), list(chunk.offsets)
         if not isinstance(entry, TensorEntry) or offsets.get(name, begin) != begin:
             file = self.folder.open(chunk.place.relative_path)
@@ -280,7 +281,7 @@ class Payloads:
         return entry
 
     def _safetensors_at(self, name: str, offset: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """The tensors of such a safetensors in a file, and the offsets of their chunks, by name."""
+        """The tensors of the safetensors at this place in a file, and the offsets of their chunks, by name."""
         if (name, offset) not in self._safetensors:
             file = self.folder.open(name)
             part = file.part(offset, file.size - offset)

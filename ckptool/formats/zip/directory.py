@@ -66,8 +66,11 @@ _INFLATED = 1 << 18  # bytes at a time
 
 @dataclass(slots=True, eq=False, repr=False)
 class Headers:
-    """The headers in front of an archive's records, which know this but not each other: a cycle would keep the file
-    open after its last use. has_checksums: any of the records has one."""
+    """What the records of an archive need of it. They do not refer to the archive, which refers to them: such a cycle
+    would keep the file open after its last use.
+
+    has_checksums: any of the records has one.
+    """
 
     source: Readable
     has_checksums: bool = True
@@ -114,7 +117,8 @@ class Record:
     """An entry of the directory. Sizes and offsets in bytes; `data_at` is not certain before `confirm`.
 
     central: the 46 fixed bytes of its entry.  header: the byte of its local header.  zip64: it has 64-bit values.
-    end: the byte after its descriptor.  is_used: somebody has asked for its data.  lost: what stands for it.
+    end: the byte after its descriptor.  is_used: somebody has asked for its data.
+    stand_in: what takes the place of data that is lost.
     """
 
     headers: Headers
@@ -132,17 +136,18 @@ class Record:
     end: int = 0
     is_used: bool = False
     is_confirmed: bool = False
-    lost: Data | None = None
+    stand_in: Data | None = None
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def data(self) -> Data:
-        """The record's contents, inflated if need be, not read yet."""
+        """The record's contents, inflated if need be, not read yet: a new object each time, whose record `record_of`
+        finds."""
         self.is_used = True
-        if self.lost is not None:
-            return self.lost
+        if self.stand_in is not None:
+            return self.stand_in
         source = self.headers.source
         raw = FileRange(source.file, source.start + self.data_at, self.stored, self.confirm)
         return Computed(self.size, _Inflated(self, raw).read) if self.method else raw
@@ -643,14 +648,15 @@ class _Inflated:
 
 
 def record_of(data: Data) -> Record | None:
-    """The record of which this is all the data, as `Record.data` gives it."""
+    """The record of which this is all the data, as `Record.data` gives it: its methods read or confirm the data."""
     if not isinstance(data, FileRange):
         reader = getattr(data.read, "__self__", None)
         return reader.record if isinstance(reader, _Inflated) else None
     record = getattr(data.confirm, "__self__", None)
-    if not isinstance(record, Record) or data.length != record.stored:
+    if not isinstance(record, Record):
         return None
-    return record if data.offset == record.headers.source.start + record.data_at else None
+    place = record.headers.source.start + record.data_at, record.stored
+    return record if (data.offset, data.length) == place else None
 
 
 def _chunks(record: Record, raw: FileRange) -> Iterator[bytes]:
