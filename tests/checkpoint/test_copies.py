@@ -8,7 +8,7 @@ import gc
 import io
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
@@ -33,6 +33,14 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda value: pickle.loads(pickle.dumps(value)),
     "dict": lambda value: copy.deepcopy(dict(value)),
 }
+
+
+@pytest.fixture(autouse=True)
+def collect_new_objects_alone() -> Iterator[None]:
+    """In a process that ran many tests, each collection would look at a million objects of theirs."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def written(suffix: str, folder: Path) -> Path:

@@ -235,6 +235,15 @@ def test_generators_that_are_given_are_restored_and_others_are_named(tmp_path: P
     ]
 
 
+def test_a_seed_and_a_place_decide_what_each_library_draws() -> None:
+    def drawn(*place: object) -> tuple[float, ...]:
+        rng.seed_all(torch.device("cpu"), 7, *place)
+        return random.random(), torch.rand(()).item(), numpy.random.rand()
+
+    assert drawn("step", 3) == drawn("step", 3)
+    assert all(a != b for a, b in zip(drawn("step", 3), drawn("step", 4), strict=True))
+
+
 def test_nan_is_the_same_as_nan_and_as_nothing_else() -> None:
     nan, one = torch.tensor([float("nan"), 1.0]), torch.ones(2)
     assert rng.same([nan], [nan.clone()]) and not rng.same(nan, one) and not rng.same(one, nan)

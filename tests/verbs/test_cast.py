@@ -141,6 +141,18 @@ def test_the_bits_of_the_libraries(case: Case, tmp_path: Path) -> None:
     assert_same_bits(dequantized(case, tmp_path, verify=True), case.expected)
 
 
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_a_folder_names_the_quantization_that_its_weights_have(dequantize: bool, tmp_path: Path) -> None:
+    folder, out = write_case(tmp_path / "in", gptq(4)).parent, f"{tmp_path / 'out'}/"
+    config = json.loads((folder / "config.json").read_text())
+    if dequantize:
+        ckptool.cast(folder, out, dtype="f16", dequantize=True)
+        del config["quantization_config"]
+    else:
+        ckptool.convert(folder, out)
+    assert json.loads((tmp_path / "out/config.json").read_text()) == config
+
+
 def test_any_order_of_blocks(tmp_path: Path) -> None:
     for case in CASES:
         checkpoint = ckptool.open(write_case(tmp_path, case))
