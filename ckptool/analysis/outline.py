@@ -337,8 +337,8 @@ def memory_needs(listing: Listing) -> MemoryNeeds:
         # Modules say which tensors are parameters, and so do state dicts that kept their parameters.
         has_parameters = any(flags.parameter for flags in {entry.flags for entry in entries})
         flags = {entry.view: entry.flags for entry in entries} if has_parameters else {}
-        for row, nbytes in zip(part.rows, part.sizes, strict=True):  # of tied ones 0
-            tensor, dtype = row.tensor, row.tensor.dtype
+        for row, nbytes in zip(part.rows, part.sizes, strict=True):  # tied ones have size 0
+            tensor = row.tensor
             if several:
                 if tensor.view in views:
                     continue
@@ -349,7 +349,7 @@ def memory_needs(listing: Listing) -> MemoryNeeds:
                 for piece in tensor.parts():
                     dtypes[piece.dtype] += piece.nbytes if isinstance(piece, TensorEntry) else piece.storage.nbytes
                 continue
-            dtypes[dtype] += nbytes
+            dtypes[tensor.dtype] += nbytes
             storages[id(tensor.storage)] = tensor.storage.data.length
             if flags and (flag := flags.get(tensor.view)):
                 parameters[tensor.dtype] += nbytes * flag.parameter

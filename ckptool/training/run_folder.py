@@ -124,9 +124,7 @@ def recorded(folder: str) -> tuple[str, str]:
     if not os.path.isfile(path):
         if os.path.isdir(folder) and checkpoints_in(folder):
             raise _without_config(folder, OTHER_RUN)
-        if is_url(folder) and (problem := refused_place(folder, writing=True)):
-            raise problem
-        raise UsageError(f"{folder} is not a run: it has no run.yaml", "", f"Start one: {command('train', 'run.yaml')}")
+        raise _no_run(folder, "it has no run.yaml", f"Start one: {command('train', 'run.yaml')}")
     text = read_small_text(path, "the configuration of a run", MAX_CONFIG)
     if (match := _ID.search(text)) is None:
         raise Corrupt(f"{path} is not a run's configuration", "It does not begin with the run's id.")
@@ -323,10 +321,14 @@ def folder_of(run: PathLike) -> str:
     """The name of a run's folder. Raises `UsageError` for one that is no run."""
     name = os.fspath(run)
     if not seems_run(name):
-        if is_url(name) and (problem := refused_place(name, writing=True)):
-            raise problem
-        raise UsageError(f"{name} is not a run: it lacks run.yaml or checkpoints", "", f"Look: {command('scan', name)}")
+        raise _no_run(name, "it lacks run.yaml or checkpoints", f"Look: {command('scan', name)}")
     return name
+
+
+def _no_run(folder: str, why: str, fix: str) -> CkptoolError:
+    """The error for a folder that is no run. At a URL nobody looked: a run is in a local folder."""
+    problem = refused_place(folder, writing=True) if is_url(folder) else None
+    return problem or UsageError(f"{folder} is not a run: {why}", "", fix)
 
 
 def _count(section: dict[str, Any], key: str) -> int:

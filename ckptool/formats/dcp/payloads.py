@@ -167,22 +167,23 @@ class Payloads:
                 if len(value.chunks) > 1:
                     value.chunks.clear()  # there may be hundreds of thousands in all
         for file, chunks in by_file.items():
-            known: dict[tuple[int, Box, str], TensorEntry | Stored] = {}
+            entries: dict[tuple[int, Box, str], TensorEntry | Stored] = {}
             opened, owner = Place(file), owner_of(file)
-            places = Counter(pieces[name][number].place.offset for name, number, _ in chunks if self.folder.far)
-            for offset in (offset for offset, names in places.items() if names > 1):
-                self._safetensors_at(file, offset)  # inside one, each name has values of its own at the same place
+            uses = Counter(pieces[name][number].place.offset for name, number, _ in chunks if self.folder.far)
+            for offset, count in uses.items():
+                if count > 1:  # perhaps a safetensors, in which each name has values of its own at the same place
+                    self._safetensors_at(file, offset)
             for name, number, dtype in chunks:
                 chunk: Chunk = pieces[name][number]
                 at = chunk.place.offset
                 key = (at, chunk.box, name if (file, at) in self._safetensors else "")
-                if (entry := known.get(key)) is None:
+                if (entry := entries.get(key)) is None:
                     # Of a zip that is compressed, or on another machine, the table tells enough until it is read.
                     is_lazy = self._is_compressed(name, chunk.place) or self.folder.far
                     if is_lazy and not self.folder.far:
                         self.part(chunk.place)  # raises unless it is there, in a file of the checkpoint
                     entry = _LazyChunk(self, name, replace(chunk), dtype).tensor if is_lazy else self.chunk(name, chunk)
-                    known[key] = entry
+                    entries[key] = entry
                 pieces[name][number] = Piece(self.fitting(name, chunk, dtype, entry), chunk.offsets, owner)
                 chunk.place = opened  # from here on the file is enough
             chunks.clear()
