@@ -27,12 +27,15 @@ MAKING = Lock()  # torch has one generator
 class Side:
     """A process that runs command lines with one version of the program."""
 
-    def __init__(self, python: Path, folder: Path) -> None:
+    def __init__(self, python: Path, home: Path, folder: Path) -> None:
         self.folder = folder
-        self.package = str(python.parents[2] / "ckptool") + "/"  # where the layouts that ship lie
+        self.package = str(home / "ckptool") + "/"  # where the layouts that ship lie
         odd = {"COLUMNS": "80", "PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1"}
         odd["PYTHONDONTWRITEBYTECODE"] = "1"  # what user code of a case leaves is not for the record
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("CKPTOOL", "PYTEST"))}
+        skipped = ("CKPTOOL", "PYTEST", "PYTHONPATH")
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(skipped)}
+        if (home / "ckptool").is_dir():  # two checkouts may share a .venv, in which one of them is installed
+            environment["PYTHONPATH"] = str(home)
         self.process = subprocess.Popen(
             [python, worker.__file__],
             stdin=subprocess.PIPE,
@@ -59,9 +62,9 @@ class Side:
 class Slot:
     """A place where cases run one after the other: on one side, or on two."""
 
-    def __init__(self, number: int, pythons: list[Path], only: list[str], facts: dict[str, Any]) -> None:
+    def __init__(self, number: int, versions: list[tuple[Path, Path]], only: list[str], facts: dict[str, Any]) -> None:
         self.only, self.facts = only, facts
-        self.sides = [Side(python, WORK / f"{number}{'ab'[i]}") for i, python in enumerate(pythons)]
+        self.sides = [Side(*version, WORK / f"{number}{'ab'[i]}") for i, version in enumerate(versions)]
 
     def run(self, case: cases.Case) -> tuple[list[Any], list[commands.Words], list[list[dict[str, Any]]]]:
         """The facts of a case with the digest of its input, its commands, and the answers of each side."""
@@ -83,9 +86,11 @@ class Slot:
         return commands.facts_of(file, json.loads(out) if out else None, case.model)
 
 
-def python_of(place: str) -> Path:
+def version_at(place: str) -> tuple[Path, Path]:
+    """The python of a checkout, or a python, and the folder where the package lies."""
     path = Path(place).absolute()
-    return path / ".venv" / "bin" / "python" if path.is_dir() else path
+    python = path / ".venv" / "bin" / "python" if path.is_dir() else path
+    return python, python.parents[2]
 
 
 def chosen(found: list[commands.Words], only: list[str]) -> list[commands.Words]:
@@ -98,10 +103,10 @@ def chosen(found: list[commands.Words], only: list[str]) -> list[commands.Words]
 
 def ran(options: argparse.Namespace, facts: dict[str, Any]) -> Iterator[tuple[cases.Case, Any]]:
     """Each case with what came of it, in order."""
-    pythons = [*map(python_of, filter(None, [options.against])), Path(sys.executable)]
+    versions = [*map(version_at, filter(None, [options.against])), (Path(sys.executable), cases.ROOT)]
     slots = SimpleQueue[Slot]()
     for number in range(options.jobs):
-        slots.put(Slot(number, pythons, options.only, facts))
+        slots.put(Slot(number, versions, options.only, facts))
 
     def one(case: cases.Case) -> Any:
         slot = slots.get()
