@@ -417,8 +417,12 @@ def average(
     from_last, averaged = dict[str, str](), 0
     for key, value in last.items():
         entry = value if isinstance(value, TensorEntry) else array_entry(value)
-        kind = f"of type {entry.dtype.name}" if entry is not None else type(value).__name__
-        kind = f"a {value.kind} tensor" if isinstance(value, Composite) else kind
+        if isinstance(value, TensorEntry):
+            kind = f"of type {value.dtype.name}"
+        elif isinstance(value, Composite):
+            kind = f"a {value.kind} tensor"
+        else:
+            kind = type(value).__name__ if entry is None else "a numpy array"
         is_number = entry is not None and (entry.dtype.is_float or entry.dtype.name in _COMPONENTS)
         has_mean = is_number and entry is value
         # A counter is one number, and may differ; codes, indices and what holds tensors belong to the other tensors.
