@@ -62,6 +62,7 @@ class Guard:
         seconds, self.before = (now - self.before) / self.slowness, now
         report.user_properties.append(("processor", (report.when, seconds)))
         exempt = any(item.get_closest_marker(name) for name in EXEMPT)
+        exempt = exempt or "CKPTOOL_SOAK" in os.environ  # five times as many examples
         exempt = exempt or sys.dont_write_bytecode  # where every process compiles whatever it imports
         if report.when == "call" and report.passed and seconds > LIMIT * ROOM and not exempt:
             report.outcome = "failed"
