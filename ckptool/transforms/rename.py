@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.tree import rebuild
-from ckptool.commands import FILE, arg, command
+from ckptool.commands import FILE, OUT, arg, command
 from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, optimizers, unwrapped_front, without_wrappers
 from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError, counted, listed
 
@@ -114,9 +114,10 @@ def apply(checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename) ->
                 raise Conflict("two entries of the optimizer's state would get the same name", "Nothing was written.")
             replaced[id(state)] = same_kind(state, items)
     if mapping and "tensor_names" in checkpoint.metadata:
+        what = f"{checkpoint.source or 'the checkpoint'} describes its weights by name in the metadata (tensor_names)"
         why = "Under other names torchao would not find them. Nothing was written."
-        fix = "Rename the weights before they are quantized."
-        raise Unsupported("the metadata describes weights by their names (tensor_names)", why, fix)
+        plain = command("cast", FILE, dtype="bf16", dequantize=True, out=OUT)
+        raise Unsupported(what, why, f"Rename the weights before they are quantized; or compute them first: {plain}")
     if mapping:
         checkpoint = replace(checkpoint, tree=rebuild(checkpoint.tree, replaced=replaced))
     return Renamed(checkpoint, total_changed, total, tuple(facts), mapping)
