@@ -128,8 +128,9 @@ ALIASES = dict(
 # Options that are not called as their parameter is. What a verb takes without a flag has none.
 _FLAGS = "out:-o folder:-d overwrite:-f dry_run:-n container:--to moves:--map rules_file:--rules from_folder:--from"
 FLAGS = dict(pair.split(":") for pair in f"{_FLAGS} latest_only:--latest-good file: members: values:".split())
-# Options of verbs that are functions, but not of these: what is printed, and answers of another kind.
-SHELL_ONLY = {("inspect", "all"), ("translate", "list"), ("translate", "find")}
+# Options of verbs that are functions, but not of these: answers of another kind; and what is printed of a report that
+# has all of it, which a call leaves out.
+SHELL_ONLY, PRINTED_ONLY = {("translate", "list"), ("translate", "find")}, {("inspect", "all")}
 
 
 def function_of(verb: str) -> Any:
@@ -416,8 +417,7 @@ def command(verb: str, *arguments: str, **options: Value) -> Command:
     present = {name: value for name, value in options.items() if value is not False and value != ""}
     words = (word for name, value in present.items() for word in _option_words(name, value))
     line = Command(("ckptool", *verb.split(), *map(as_argument, arguments), *words))
-    if verb == "inspect":  # whose report has all, whatever is printed of it
-        present.pop("all", None)
+    present = {name: value for name, value in present.items() if (verb, name) not in PRINTED_ONLY}
     if not VERBS[verb].in_python or any((verb, name) in SHELL_ONLY for name in present):
         return line
     positional = [_literal(arguments)] if verb == "average" else map(_literal, arguments)

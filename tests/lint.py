@@ -224,7 +224,8 @@ def built(call: ast.Call) -> None:
     known = signature_of(function_of(verb.value)).parameters
     flags = {flag: option for option in parser(verb.value).params for flag in option.opts}
     for keyword in call.keywords:
-        is_call = VERBS[verb.value].in_python and (verb.value, keyword.arg) not in commands.SHELL_ONLY
+        elsewhere = commands.SHELL_ONLY | commands.PRINTED_ONLY
+        is_call = VERBS[verb.value].in_python and (verb.value, keyword.arg) not in elsewhere
         assert not is_call or keyword.arg in known, f"the function has no {keyword.arg}"
         flag = commands.flag(str(keyword.arg))
         if not flag:

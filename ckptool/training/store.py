@@ -234,15 +234,15 @@ class Retention:
         Damaged ones stay and do not count: they are for a person to look at.
         verify: how `check` looks at those to keep; for one that is damaged, the rules keep another.
         """
-        intact = [saved for saved in saves if is_whole(saved, "size")]
-        while True:
-            reasons = self.reasons(intact)
-            whole = [saved for saved in intact if saved.step not in reasons or is_whole(saved, verify)]
-            if len(whole) == len(intact):
-                unwanted = [saved for saved in intact if saved.step not in reasons]
-                damaged = {saved.step: ["damaged"] for saved in saves if saved not in intact}
-                return dict(sorted((damaged | reasons).items())), unwanted
-            intact = whole
+        intact, checked = [saved for saved in saves if is_whole(saved, "size")], set[int]()
+        if verify == "size":
+            checked = {saved.step for saved in intact}
+        while new := (reasons := self.reasons(intact)).keys() - checked:  # reading all of one takes long: each once
+            intact = [saved for saved in intact if saved.step not in new or is_whole(saved, verify)]
+            checked |= new
+        unwanted = [saved for saved in intact if saved.step not in reasons]
+        damaged = {saved.step: ["damaged"] for saved in saves if saved not in intact}
+        return dict(sorted((damaged | reasons).items())), unwanted
 
 
 # Lines ---------------------------------------------------------------------------------------------------------------

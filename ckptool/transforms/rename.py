@@ -17,6 +17,7 @@ from ckptool.checkpoint.tree import rebuild
 from ckptool.commands import FILE, OUT, arg, command
 from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, optimizers, unwrapped_front, without_wrappers
 from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError, counted, listed
+from ckptool.formats import IN_MEMORY
 
 Rename = Callable[[str], str]
 
@@ -114,7 +115,7 @@ def apply(checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename) ->
                 raise Conflict("two entries of the optimizer's state would get the same name", "Nothing was written.")
             replaced[id(state)] = same_kind(state, items)
     if mapping and "tensor_names" in checkpoint.metadata:
-        what = f"{checkpoint.source or 'the checkpoint'} describes its weights by name in the metadata (tensor_names)"
+        what = f"{checkpoint.source or IN_MEMORY} describes its weights by name in the metadata (tensor_names)"
         why = "Under other names torchao would not find them. Nothing was written."
         plain = command("cast", FILE, dtype="bf16", dequantize=True, out=OUT)
         raise Unsupported(what, why, f"Rename the weights before they are quantized; or compute them first: {plain}")
