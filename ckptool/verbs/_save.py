@@ -29,7 +29,7 @@ from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, rep
 from ckptool.formats import CheckpointLike, Format, Opened, PathLike, changeable, is_in_memory, marks, open_file
 from ckptool.formats.folder import MEMBERS, refuse_placeholders
 from ckptool.formats.marks import RECOVERED_NOTE
-from ckptool.output import check_target, make_folder, replace_file
+from ckptool.output import check_target, make_folder, remove_empty, replace_file
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
 from ckptool.verbs._options import Bar, Container, DryRun, Extract, InPlace, KeepUnknown, Overwrite, Verify
@@ -362,10 +362,9 @@ class Change:
         check: Callable[..., Any] = check_target
         write: Callable[..., tuple[Note, ...]] = replace_file
         keywords: Any = {"overwrite": bool(options["overwrite"])}
-        if options["make_folder"] and not may_exist(folder or "."):
-            if options["dry_run"]:
-                return ()
-            make_folder(folder)
+        is_missing = bool(options["make_folder"]) and not may_exist(folder or ".")
+        if is_missing and options["dry_run"]:
+            return ()
         if not is_file:
             from ckptool.output import folders
 
@@ -374,8 +373,12 @@ class Change:
         if options["dry_run"]:
             check(target, **keywords)
             return ()
-        proof = verify if options["verify"] else None
-        return write(plan, target, inputs=inputs, progress=options["progress"], verify=proof, **keywords)
+        proof, made = verify if options["verify"] else None, make_folder(folder) if is_missing else []
+        try:
+            return write(plan, target, inputs=inputs, progress=options["progress"], verify=proof, **keywords)
+        except BaseException:
+            remove_empty(made)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
