@@ -331,7 +331,7 @@ def test_a_seeded_part_of_all_surroundings(elsewhere: Elsewhere, tmp_path: Path)
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ALL)
 def test_every_command_in_all_surroundings(name: str, elsewhere: Elsewhere, tmp_path: Path) -> None:
-    """Those that take many seconds in turn: half an hour, where each in all would be three. In a terminal `browse` waits
-    for its user."""
+    """Those that take many seconds in turn: half an hour, where each in all would be three. In a terminal `browse`
+    waits for its user."""
     skipped = {*SLOW} - {SLOW[list(ALL).index(name) % len(SLOW)]} | ({"browse"} if name in TERMINALS else set())
     tried(((command, name) for command in COMMANDS if command not in skipped), elsewhere, tmp_path)
