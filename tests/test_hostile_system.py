@@ -153,6 +153,21 @@ cli.main()
     assert ended.stderr == ("interrupted\n" if number == signal.SIGINT else "")
 
 
+def test_an_interrupt_while_the_program_starts_is_no_traceback() -> None:
+    code = f"""
+import dataclasses, os, sys
+real, sys.argv = dataclasses.Field.__set_name__, ["ckptool", "--version"]
+def end(*names):
+    os.kill(os.getpid(), {int(signal.SIGINT)})
+    real(*names)
+dataclasses.Field.__set_name__ = end
+from ckptool.__main__ import main
+main()
+"""
+    ended = ran([sys.executable, "-c", code], cwd=ROOT, preexec_fn=default_signals, timeout=HANG)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
 # Several at once ------------------------------------------------------------------------------------------------------
 
 

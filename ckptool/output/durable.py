@@ -375,6 +375,8 @@ def keep_attributes(old: str, fd: int) -> list[str]:
     os.fchmod(fd, mode)
     if status.st_uid != new_status.st_uid:  # last: afterwards it may not be ours to change
         attempt(f"its owner ({status.st_uid})", os.fchown, fd, status.st_uid, -1)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:  # which stay names of the old file
+        lost.append(f"its hard links ({status.st_nlink - 1} more)")
     return lost
 
 
