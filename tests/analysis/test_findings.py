@@ -21,12 +21,13 @@ def test_the_message_of_every_file_that_does_not_load(tmp_path: Path) -> None:
         codes = {each.code for each in ckptool.doctor(file).findings}
         for load in (torch.load, lambda path: torch.load(path, mmap=True), torch.jit.load):
             try:
-                with warnings.catch_warnings(action="ignore"):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
                     load(str(file))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 said, messages = f"{type(error).__name__}: {error}", messages + 1
                 known = recognised(said)
-                if known is None or load is torch.load and known.finding.code not in codes | LESS:
+                if known is None or (load is torch.load and known.finding.code not in codes | LESS):
                     wrong.append((name, sorted(codes), known and known.finding.code, said))
     assert not wrong, "\n".join(map(str, wrong))
     assert messages > 60
