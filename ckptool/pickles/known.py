@@ -240,6 +240,7 @@ _KINDS: dict[tuple[str, str], Kind] = {
         torch.distributed.tensor._dtensor_spec: TensorMeta ShardOrderEntry
         torch.distributed.tensor.placement_types: Placement Shard Replicate Partial _Partial _StridedShard _MaskPartial
         torch.distributed._mesh_layout: _MeshLayout _FlatLayout
+        torch.distributed.algorithms.join: _JoinConfig torch.nn.parallel.distributed: _BucketCapacityConfig
         torch.distributed.remote_device: _remote_device
         torch.distributed._shard.sharded_tensor.metadata: ShardedTensorMetadata TensorProperties
         torch.distributed.checkpoint.metadata: TensorProperties
