@@ -4,11 +4,9 @@ it, and it runs. Torch is the judge."""
 
 import argparse
 import ast
-import collections
 import json
 import os
 import pathlib
-import shlex
 import shutil
 import warnings
 import zipfile
@@ -37,7 +35,6 @@ from tests.support.errors import refused
 from tests.support.files import saved
 from tests.support.lab_trial import Trial, files_below, run_line, stock_loads, trial
 from tests.support.looped import looped
-from tests.support.own_classes import Names
 
 WITH_MODEL = [name for name, specimen in lab.SPECIMENS.items() if specimen.model]
 BOTH = [(name, False) for name in lab.SPECIMENS] + [(name, True) for name in WITH_MODEL]
@@ -490,40 +487,6 @@ def test_what_is_offered_in_one_pass_is_done(name: str, tmp_path: Path, monkeypa
     found = ckptool.doctor(name)
     assert bool(found.at_once) == is_offered and (not is_offered or run_line(found.at_once) == 0)
     assert [fix for each in ckptool.doctor(name).findings for fix in each.fixes if run_line(fix)] == []
-
-
-# Values that torch.load takes by default, that it refuses, that have no plain form, and that it would call.
-VALUES: dict[str, Any] = {
-    "number": 1,
-    "numpy": np.float64(0.5),
-    "namespace": argparse.Namespace(lr=1),
-    "generic": list[int],
-    "function": np.sum,
-    "call": collections.UserString("a"),
-    "object": Names(epoch=1),
-}
-FILES = product(VALUES, (2, 4), (True, False), ("alone", "beside", "wrapped"))
-
-
-@looped("value protocol zipped place", FILES)
-def test_the_commands_that_doctor_and_inspect_print_run_one_after_the_other(
-    value: str, protocol: int, zipped: bool, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    prefix = "module." if place == "wrapped" else ""
-    weights = {f"{prefix}{key}": tensor for key, tensor in lab.state().items()}
-    tree = VALUES[value] if place == "alone" else {"model": weights, "x": VALUES[value]}
-    torch.save(tree, "a.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
-    notes = [str(note.fix) for note in ckptool.inspect("a.pt").notes if note.fix]
-    assert [fix for fix in notes if run_line(fix)] == []
-    for path in tmp_path.glob("a.fixed*"):
-        path.unlink()
-    found = ckptool.doctor("a.pt")
-    fixes = [fix for each in found.findings for fix in each.fixes]
-    assert [fix for fix in fixes if run_line(fix)] == []
-    if place != "alone":
-        last = shlex.split(fixes[-1])[-1] if fixes else "a.pt"
-        assert list(torch.load(last, weights_only=True)) == list(lab.state())
 
 
 def test_the_one_of_several_that_is_named_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
