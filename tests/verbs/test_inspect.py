@@ -3,6 +3,8 @@ a run."""
 
 from __future__ import annotations
 
+import argparse
+import collections
 import io
 import itertools
 import json
@@ -12,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,8 +26,10 @@ from ckptool.training.store import name_of
 from ckptool.training.trainer import start
 from tests.support.cli import Run
 from tests.support.files import opened, saved
+from tests.support.lab_trial import run_line
 from tests.support.looped import looped
 from tests.support.object_graphs import saved_graph
+from tests.support.own_classes import Names
 from tests.support.small_runs import Typed, config, cut_short, flip_a_bit, train_typed
 
 
@@ -37,6 +42,41 @@ def test_a_line_of_each_tensor_says_what_is_unusual(tmp_path: Path, run: Run) ->
         lines = [line for line in run("inspect", str(file), "--all").out.splitlines() if re.search(r" f32 +[^+]", line)]
         found = {line.split()[0]: line.partition(" B")[2].strip() for line in lines}
         assert found == {name: ", ".join(filter(None, (place, text))) for name, text in words.items()}
+
+
+WEIGHTS = {"fc.weight": torch.ones(3, 2), "fc.bias": torch.zeros(3)}
+# Values that torch.load takes by default, that it refuses, that have no plain form, and that it would call.
+VALUES: dict[str, Any] = {
+    "number": 1,
+    "numpy": np.float64(0.5),
+    "namespace": argparse.Namespace(lr=1),
+    "generic": list[int],
+    "function": np.sum,
+    "call": collections.UserString("a"),
+    "object": Names(epoch=1),
+}
+FILES = itertools.product(VALUES, (2, 4), (True, False), ("alone", "beside", "wrapped"))
+
+
+@looped("value protocol zipped place", FILES)
+def test_the_commands_that_doctor_and_inspect_print_run_one_after_the_other(
+    value: str, protocol: int, zipped: bool, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prefix = "module." if place == "wrapped" else ""
+    weights = {f"{prefix}{key}": tensor for key, tensor in WEIGHTS.items()}
+    tree = VALUES[value] if place == "alone" else {"model": weights, "x": VALUES[value]}
+    torch.save(tree, "a.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    notes = [str(note.fix) for note in ckptool.inspect("a.pt").notes if note.fix]
+    assert [fix for fix in notes if run_line(fix)] == []
+    for path in tmp_path.glob("a.fixed*"):
+        path.unlink()
+    found = ckptool.doctor("a.pt")
+    fixes = [fix for each in found.findings for fix in each.fixes]
+    assert [fix for fix in fixes if run_line(fix)] == []
+    if place != "alone":
+        last = shlex.split(fixes[-1])[-1] if fixes else "a.pt"
+        assert list(torch.load(last, weights_only=True)) == [*WEIGHTS]
 
 
 def test_what_is_printed_to_take_a_prefix_off_or_save_what_is_whole_can_be_run(tmp_path: Path, run: Run) -> None:
