@@ -136,11 +136,12 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
         suffix = parted(chain.steps[-1].out)[1]
         fix_all = command("doctor", FILE, fix=True, against=model, out=Slot(f"OUT{suffix}"))
         at_once = str(Chain(file, address(checkpoint.base)).fill(fix_all))
-    unread = str(command("verify", file or FILE, finite=True))
+    name = f"{file}#{place}" if file and (place := address(checkpoint.base)) else file
+    unread = str(command("verify", name or FILE, finite=True))
     engine, parts = engine_of(contents.metadata), kinds_of(contents.roots)
     is_a = f"{'an' if contents.container[0] in 'aeiou' else 'a'} {contents.container} checkpoint"
     is_a += (f" ({engine})" if engine else "") + (f" with {listed(parts)}" if parts else "")
-    return Diagnosis(file, is_a, ordered, unread, model, at_once)
+    return Diagnosis(name, is_a, ordered, unread, model, at_once)
 
 
 # The container --------------------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def _of_container(contents: Listing, file: str, values: RefusedValues, sole: Sta
         reason = replace(reason, commands=())
     elif code == FOLDER and sole is not None:
         take = command("convert", FILE / address(sole.path), out=OUT_PT)
-        advice = f"It takes only the weights; without  #{address(sole.path)}, everything."
+        advice = f"It takes only the weights; without #{address(sole.path)}, everything."
         reason = replace(reason, commands=(take,), advice=advice)
     elif not container.is_program and reason.inert and values.refused:
         plain = command("convert", FILE, weights_only=True, out=OUT_PT)
