@@ -20,7 +20,7 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import SCALARS, no_collection
 from ckptool.checkpoint.nodes import Object, Set
 from ckptool.checkpoint.paths import selected
-from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, children, find, stored_parts, walk
+from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, children, find, storages, stored_parts, walk
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Command, command, option
 from ckptool.conventions import state_dicts
 from ckptool.conventions.state_dicts import COUNTER, OPTIMIZER, StateDict, find_state_dicts, without_wrappers, wrappers
@@ -31,7 +31,6 @@ from ckptool.formats.members import all_uses, unjudged
 from ckptool.formats.model_folder import ADAPTER, config_beside
 from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes
 from ckptool.pickles.weights_only import takes, weights_only
-from ckptool.transforms.flatten import lost_tensors
 
 if TYPE_CHECKING:
     from ckptool.analysis.values import Statistics
@@ -508,8 +507,8 @@ def _loading_notes(checkpoint: Checkpoint, rows: Sequence[TensorRow], is_unsafe:
     try:
         plain = weights_only(checkpoint)
         names = plain.refused
-        kept = plain.checkpoint.tree
-        if kept is not None and not lost_tensors(checkpoint.tree, kept):
+        kept = {id(item) for item in storages(plain.checkpoint.tree)}
+        if plain.checkpoint.tree is not None and kept == {id(item) for item in storages(checkpoint.tree)}:
             fix = command("convert", FILE, weights_only=True, out=OUT)
     except Conflict:
         names = ["keys that would become the same text"]
