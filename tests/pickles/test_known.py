@@ -142,6 +142,10 @@ HARMLESS: dict[str, Callable[[], Any]] = {
     "a pattern": lambda: re.compile("a+", re.IGNORECASE),
     "torch values": lambda: [torch.Size([1]), torch.device("cuda:0"), torch.float16, torch.__version__],
     "modules": lambda: nn.Sequential(nn.LSTM(2, 2), nn.TransformerEncoderLayer(4, 2), nn.MultiheadAttention(4, 2)),
+    "quantized convolutions": lambda: [
+        torch.ao.nn.quantized.Conv1d(2, 2, 1), torch.ao.nn.quantized.Conv2d(2, 2, 1, bias=False),
+        torch.ao.nn.quantized.Conv3d(2, 2, 1),
+    ],
     "hooks of torch": lambda: nn.utils.spectral_norm(nn.Linear(2, 2)),
     "pruned": lambda: _pruned(),
     "an optimizer": lambda: torch.optim.AdamW([nn.Parameter(torch.ones(2))]),

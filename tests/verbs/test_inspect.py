@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,37 @@ def test_the_commands_that_doctor_and_inspect_print_run_one_after_the_other(
     if place != "alone":
         last = shlex.split(fixes[-1])[-1] if fixes else "a.pt"
         assert list(torch.load(last, weights_only=True)) == [*WEIGHTS]
+
+
+def _noted(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.note = {"a": 1}  # type: ignore[attr-defined]
+    return tensor
+
+
+PARAMETERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda weight: weight,
+    "with attributes": lambda weight: _noted(nn.Parameter(weight)),
+    "meta": lambda weight: nn.Parameter(weight.to("meta")),
+    "sparse": lambda weight: nn.Parameter(weight.to_sparse()),
+    "quantized": lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8),
+    "nested": lambda weight: nn.Parameter(torch.nested.nested_tensor([weight])),
+    "transposed": lambda weight: nn.Parameter(weight.t()),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@looped("one other", itertools.product(PARAMETERS, PARAMETERS))
+def test_a_whole_module_has_each_tensor_of_its_state_dict_once(one: str, other: str, tmp_path: Path) -> None:
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)])
+    for layer, kind in zip(model, (one, other), strict=False):
+        if (weight := PARAMETERS[kind](torch.ones(3, 3))).requires_grad:
+            layer.weight = weight  # type: ignore[assignment]
+        else:
+            del layer.weight
+            layer.register_buffer("weight", weight)
+    model[2].tied = model[0].bias  # type: ignore[assignment]
+    found = ckptool.inspect(saved(model, tmp_path / "a.pt")).tensors
+    assert [row.address for row in found] == [name for name, _ in model.state_dict().items()]
 
 
 def test_what_is_printed_to_take_a_prefix_off_or_save_what_is_whole_can_be_run(tmp_path: Path, run: Run) -> None:
