@@ -512,7 +512,8 @@ def _loading_notes(checkpoint: Checkpoint, rows: Sequence[TensorRow], is_unsafe:
     try:
         plain = weights_only(checkpoint)
         names = plain.refused
-        if {id(item) for item in storages(checkpoint.tree)} == {id(item) for item in storages(plain.checkpoint.tree)}:
+        kept = {id(item) for item in storages(plain.checkpoint.tree)}
+        if plain.checkpoint.tree is not None and kept == {id(item) for item in storages(checkpoint.tree)}:
             fix = command("convert", FILE, weights_only=True, out=OUT)
     except Conflict:
         names = ["keys that would become the same text"]
