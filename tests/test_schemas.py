@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator
@@ -120,6 +121,17 @@ def test_every_schema_was_seen_and_is_strict(printed: dict[str, list[tuple[str, 
             less = {name: each for name, each in value.items() if name != key}
             optional = command == "show" or key in ("digest", "against")
             assert optional or list(judge(document, less)), (value["schema"], key)
+
+
+def test_every_type_is_described_and_no_field_in_the_words_of_another() -> None:
+    wrong: list[tuple[str, str]] = []
+    for name in [each.schema for each in schema().schemas]:
+        for kind, entry in schema(name).document["$defs"].items():
+            told = {each: words.get("description", "") for each, words in entry["properties"].items()}
+            others = rf"(?<![\w`])({'|'.join(told)}):\s|\bNone\b"
+            wrong += [(kind, words) for words in [entry["description"], *told.values()] if re.search(others, words)]
+            wrong += [(kind, entry["description"])] if len(entry["description"].split()) < 2 else []
+    assert not wrong
 
 
 @pytest.mark.parametrize("name", ["inspect", "ckptool.diff/2", "error", "lora merge"])

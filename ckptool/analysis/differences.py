@@ -122,7 +122,7 @@ class Unpaired(NamedTuple):
 
 
 class Tie(NamedTuple):
-    """Names that share a storage in one file (side: `left`, `right`), and not in the other."""
+    """Names that share a storage in one file, and not in the other. side: `left` or `right`, where they do."""
 
     side: str
     names: tuple[str, ...]

@@ -321,17 +321,17 @@ def _data_problems(checkpoint: Checkpoint, excluded: Set[str]) -> tuple[list[Pro
         if name.partition("/")[0] not in excluded and file.read(0, min(2, file.size)) == b"PK":
             with suppress(CkptoolError):  # .distcp files are many, end to end
                 archives.append(read_archive(file, case_matters=True))
-    checked = nbytes = 0
+    checked = nbytes = unchecked = 0
     for archive in archives:
         covered.append(archive.source.file)
         prefix = "" if main is not None else f"{os.path.basename(archive.source.file.path)}: "
         wrong = check_archive(archive, checkpoint.tree)
         problems += [replace(problem, record=f"{prefix}{problem.record}") for problem in wrong]
-        if archive.headers.has_checksums:
-            checked += len(archive.records)
-            nbytes += sum(record.size for record in archive.records.values())
+        sizes = [record.size for record in archive.records.values() if record.sum is not None]
+        checked, unchecked = checked + len(sizes), unchecked + len(archive.records) - len(sizes)
+        nbytes += sum(sizes)
     if main is not None:
-        return problems, ALL if checked else NONE, checked, nbytes
+        return problems, NONE if not checked else SOME if unchecked else ALL, checked, nbytes
     wrong, extent, count, summed = check_storages(checkpoint.tree, covered)
     return problems + wrong, extent, checked + count, nbytes + summed
 
@@ -448,6 +448,10 @@ def check_archive(archive: Archive, tree: Any) -> list[Problem]:
         for record in records
     ]
     sums = checksums(stretches) if archive.headers.has_checksums else [record.crc for record in records]
+    sums = [
+        record.crc if record.sum is None and type(total) is int else total
+        for record, total in zip(records, sums, strict=True)
+    ]
     for record in records:
         check(record)
     is_intact = not unconfirmed and all(total == record.crc for record, total in zip(records, sums, strict=True))

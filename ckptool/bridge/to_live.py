@@ -254,6 +254,8 @@ def object_of(builder: Builder, node: Object) -> Any:
     value = expand(node)
     if value is node:
         return builder.refuse(node, f"an object of {node.name}{' with other contents than it writes' if word else ''}")
+    if canonical(node.fn) == "torch.torch_version.TorchVersion":  # a text that compares as versions do
+        return torch.torch_version.TorchVersion(value)
     match word:
         case "namespace":
             namespace = argparse.Namespace() if canonical(node.fn) == "argparse.Namespace" else types.SimpleNamespace()

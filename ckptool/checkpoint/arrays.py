@@ -21,7 +21,7 @@ from typing import Any
 
 from ckptool.checkpoint import Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import fill
-from ckptool.checkpoint.dtypes import CHUNK, Array, DType, aligned, by_name, numbers, resolve, rounded, scratch
+from ckptool.checkpoint.dtypes import CHUNK, Array, DType, aligned, by_name, in_type, numbers, resolve, scratch
 from ckptool.checkpoint.strided import LazyBlocks
 from ckptool.errors import Unsupported
 
@@ -194,14 +194,3 @@ def _row_bytes(dtype: DType, rows: Numbers, width: int, start: int, stop: int) -
 
     with numpy.errstate(all="ignore"):
         return memoryview(in_type(rows(start // width, stop // width), dtype))
-
-
-def in_type(values: Array, dtype: DType) -> bytes:
-    """The bytes of numbers in a type, rounded as torch rounds where it is another float type."""
-    import numpy
-
-    flat = numpy.ascontiguousarray(values).reshape(-1)
-    if not dtype.is_float or flat.dtype == dtype.to_numpy():
-        return flat.tobytes()
-    with numpy.errstate(all="ignore"):
-        return b"".join([rounded(flat[at : at + CHUNK], dtype).tobytes() for at in range(0, len(flat), CHUNK)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -166,6 +167,8 @@ def dtype_of(dtype: object) -> DType:
 
 CHUNK = 1 << 16  # elements at a time: the working arrays of one chunk stay in the second-level cache
 _BLOCK = 1024
+# The types for which computed values were too large, and became infinite, since a writer set it.
+TOO_LARGE: ContextVar[set[str]] = ContextVar("TOO_LARGE", default=set())  # noqa: B039, nobody reads that
 
 _local = threading.local()
 
@@ -245,6 +248,17 @@ def rounded(values: Array, target: DType) -> Array:
     else:
         _f8_table(target).take(_upper_half(values.view(numpy.uint32)), out=out, mode="clip")
     return out.view(target.to_numpy())
+
+
+def in_type(values: Array, dtype: DType) -> bytes:
+    """The bytes of numbers in a type, rounded as torch rounds where it is another float type."""
+    import numpy
+
+    flat = numpy.ascontiguousarray(values).reshape(-1)
+    if not dtype.is_float or flat.dtype == dtype.to_numpy():
+        return flat.tobytes()
+    with numpy.errstate(all="ignore", over="call", call=lambda *_: TOO_LARGE.get().add(dtype.name)):
+        return b"".join([rounded(flat[at : at + CHUNK], dtype).tobytes() for at in range(0, len(flat), CHUNK)])
 
 
 def _upper_half(patterns: Array) -> Array:

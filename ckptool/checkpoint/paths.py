@@ -40,6 +40,7 @@ KINDS: dict[int | None, tuple[type[FileProblem], str]] = {
     errno.EPERM: (NoPermission, _NO_PERMISSION),
     errno.ENOTDIR: (NotAFolder, "Part of the path is a file, not a folder."),
     errno.ELOOP: (FileProblem, "The name is a link that leads to itself."),
+    errno.ENXIO: (FileProblem, "It is a socket, or a device that is not there."),
     errno.ENAMETOOLONG: (FileProblem, "The name is longer than this file system allows."),
     errno.EROFS: (FileProblem, "The file system is mounted read-only."),
     errno.EIO: (FileProblem, "The disk reported an error; what is on it may be damaged."),

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from ckptool.checkpoint import Composite, Flags, Storage, StorageRef, Tensor, TensorEntry
-from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper, alike, same
+from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper, alike, same, structural_parts, visit
 from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set, same_kind
 from ckptool.commands import FILE, command
 from ckptool.errors import Ambiguous, LimitExceeded, MissingKey, UsageError, counted, listed
@@ -30,6 +30,7 @@ REPEATED_PER_NODE = 4
 MANY_NAMES = 20_000  # of tensors; if there are more, they must be those of enough tensors
 
 _CONTAINERS = (dict, list, tuple, Set, Object)
+_STORED = (TensorEntry, StorageRef)
 
 
 def children(node: Any) -> Iterator[tuple[Any, Any]]:
@@ -141,13 +142,12 @@ def stored_parts(node: Any) -> Iterator[TensorEntry | StorageRef]:
 
 
 def storages(tree: Any) -> Iterator[Storage]:
-    """Every storage that the tree refers to, once, in the order in which it is met."""
+    """Every storage that the tree refers to, once, in the order in which it is met; those of keys, too."""
     seen: set[int] = set()
-    for _, node in walk(tree):
-        for part in stored_parts(node):
-            if id(part.storage) not in seen:
-                seen.add(id(part.storage))
-                yield part.storage
+    for node in visit(tree, lambda node: () if isinstance(node, _STORED) else structural_parts(node)):
+        if isinstance(node, _STORED) and id(node.storage) not in seen:
+            seen.add(id(node.storage))
+            yield node.storage
 
 
 # Addresses -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,16 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Tensor, TensorEntry
 from ckptool.checkpoint.nodes import Object, OrderedDict
 from ckptool.checkpoint.numpy_arrays import with_tensors
-from ckptool.checkpoint.tree import Path, address, children, find, module_attributes, module_state_dict, tensors
+from ckptool.checkpoint.tree import (
+    Path,
+    address,
+    children,
+    detached,
+    find,
+    module_attributes,
+    module_state_dict,
+    tensors,
+)
 from ckptool.commands import ADDRESS, OUT_SAFETENSORS, arg, command, input_of
 from ckptool.errors import Conflict, UsageError, counted, is_text, listed, printable, quoted
 from ckptool.facts import dataclass, replace
@@ -216,7 +225,8 @@ def _array_root(path: Path, node: dict[Any, Any]) -> StateDict | None:
 def unnamed_tensors(root: StateDict) -> list[tuple[Path, Tensor]]:
     """The tensors in a whole module that its state dict does not have: non-persistent buffers, plain attributes."""
     named = {tensor.view for tensor in root.node.values()}
-    return [(root.path + path, tensor) for path, tensor in tensors(root.module) if tensor.view not in named]
+    found = [(root.path + path, tensor, detached(tensor) or tensor) for path, tensor in tensors(root.module)]
+    return [(path, tensor) for path, tensor, held in found if held.view not in named]
 
 
 def quantized_outside(root: StateDict) -> list[str]:

@@ -66,8 +66,7 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
         key = name.removesuffix(ENDING)
         if key in tree or (key != name and key in archive.records):
             raise Ambiguous(f"{source} has the records {key} and {name}")
-        crc = record.crc if archive.headers.has_checksums else None
-        tree[key] = read_array(record.data, f"{source}: {record}", crc)
+        tree[key] = read_array(record.data, f"{source}: {record}", record.sum)
         if tree[key] is None:
             pickled.append(key)  # its calls are not known; its checksum tells it from others
             tree[key] = Object(Global("numpy", "load"), (name, record.crc, record.size))

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 NAME = "torch-zip"
 ALIGNMENT = 64
+MAX_ALIGNMENT, MAX_PADDING = 1 << 16, 1 << 15  # torch fails to read more
 MAX_SMALL = 1 << 16
 _SMALL = ("byteorder", ".storage_alignment", ".format_version", "version")
 
@@ -68,7 +69,7 @@ def of_archive(archive: Archive, find: Find | None = None) -> Checkpoint:
     source = archive.source
     root, small, storages, decoded = read_pickled(archive, find=find)
     alignment = small.get(".storage_alignment", str(ALIGNMENT))
-    if not alignment.isascii() or not alignment.isdigit() or not 1 <= int(alignment[:9]) <= 1 << 15:
+    if not alignment.isascii() or not alignment.isdigit() or not 1 <= int(alignment[:9]) <= MAX_ALIGNMENT:
         raise Corrupt(f"{source}: its .storage_alignment record says {alignment[:40]!r}")
     record_issues = (*archive.notes, *record_notes(archive, root, storages))
     notes = (*record_issues, *decoded.notes, *protocol_notes(decoded))
@@ -80,8 +81,10 @@ def of_archive(archive: Archive, find: Find | None = None) -> Checkpoint:
     if (deduplicated := archive.records.get(root + marks.DEDUPLICATED_RECORD)) is not None:
         tree, tie_notes = marks.separated(tree, deduplicated.contents(marks.MAX_DEDUPLICATED))
         notes += tuple(tie_notes)
-    # Of a big-endian file nothing can be copied as it is: it is written as if it came from elsewhere.
-    origin = Origin(archive, root, int(alignment), metadata.get(marks.RECOVERED)) if not storages.big_endian else None
+    # Of a big-endian file nothing can be copied as it is: it is written as if it came from elsewhere. So is one with
+    # more padding than a header's extra field is sure to hold.
+    is_foreign = storages.big_endian or int(alignment) > MAX_PADDING
+    origin = None if is_foreign else Origin(archive, root, int(alignment), metadata.get(marks.RECOVERED))
     return Checkpoint(tree, NAME, metadata, source.file, origin, notes, decoded.discarded)
 
 
@@ -102,7 +105,8 @@ def read_pickled(
     pickles = [record for name, record in records.items() if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) > 1:
         raise Ambiguous(f"{source} holds two checkpoints ({' and '.join(map(str, pickles))})")
-    if not pickles and (lookalike := next((name for name in records if name.lower().endswith("/data.pkl")), None)):
+    lookalike = next((name for name in records if name.count("/") == 1 and name.lower().endswith("/data.pkl")), "")
+    if lookalike and not pickles:
         raise Ambiguous(f"{source} has no data.pkl, but {lookalike}", "torch reads it as one, other readers do not.")
     root = pickles[0].name.removesuffix("data.pkl") if pickles else ""
     if not pickles or f"{root}.data/extern_modules" in records:
@@ -191,7 +195,7 @@ class RecordStorages:
             if numel < 0 or size != record.size:
                 actual = f"its record {record} has {record.size:,} bytes"
                 raise Corrupt(f"the storage {key} should have {numel} elements; {actual}")
-            storage = Storage(record.data, location, record.crc if self.archive.headers.has_checksums else None)
+            storage = Storage(record.data, location, record.sum)
             if self.big_endian:
                 from ckptool.checkpoint.arrays import swapped
 
@@ -221,6 +225,9 @@ def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[
         messages["deflated"] = "re-zipped with compression: torch cannot map it (mmap=True)"
     if archive.records and not archive.headers.has_checksums:
         messages["no-checksums"] = "the archive stores no checksums: damage to its data cannot be detected"
+    elif any(record.size and record.sum is None for record in archive.records.values()):
+        what = "saved by torch's skip_data: the tensors have no checksums, and are zeros where nobody filled them in"
+        messages["no-checksums"] = what
     if storages.big_endian:
         messages["big-endian"] = "written on a big-endian machine"
     return [Note(code, message, command("convert", FILE, out=OUT)) for code, message in messages.items()]
@@ -260,10 +267,10 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             is_usual = not record.descriptor_size or (is_usual and record.central[6] < ZIP64_VERSION)
             is_aligned = (layout.at - record.header) % origin.alignment == 0
             fits = record.zip64 or max(record.size, layout.at) < FULL
-            if fits and is_aligned and is_usual and not record.method and archive.headers.has_checksums:
+            if fits and is_aligned and is_usual and not record.method and record.sum is not None:
                 layout.add_old(record, copied=True)
             else:
-                layout.add(record.name, record.data, record.crc if archive.headers.has_checksums else None)
+                layout.add(record.name, record.data, record.sum)
     for key, storage in keys.fresh:
         layout.add(f"{root}data/{key}", storage.data, storage.crc)
     if origin is None:
@@ -311,6 +318,8 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
     layout.add(root + "data.pkl", InlineBytes(encode(checkpoint.tree, keys.key_of)))
     if root + marks.DEDUPLICATED_RECORD in archive.records:
         return None  # what 0.1.0 stored once for several is stored for each
+    if keys.fresh and not archive.headers.has_data_sums:
+        return None  # one with a checksum, and the zeros of the others would count
     if 4 * sum(storage.nbytes for _, storage in keys.fresh) > archive.end:
         return None  # the old values would stay inside beside the new ones: a new file is the better place
     for key, storage in keys.fresh:

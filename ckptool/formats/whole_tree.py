@@ -25,7 +25,7 @@ from ckptool.conventions.state_dicts import is_metadata
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Unsupported, is_text, listed
 from ckptool.formats import marks
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.pickles.calls import is_quiet
+from ckptool.pickles.calls import is_quiet, uses
 from ckptool.pickles.decode import Decoded, decode
 from ckptool.pickles.encode import encode
 from ckptool.pickles.torch_objects import storage_class
@@ -110,7 +110,9 @@ def pack(checkpoint: Checkpoint) -> Checkpoint:
         for path, node in trees.walk(checkpoint.tree)
         if isinstance(node, Object) and not is_quiet(node)
     ]
-    if unknown or checkpoint.discarded:
+    if not checkpoint.extras:  # of a program loading makes objects, but no file of tensors can hold it anyway
+        unknown += [f"{use.name}, which loading creates and discards" for use in uses(checkpoint.discarded)]
+    if unknown:
         what = f"objects of classes that ckptool does not know cannot be carried: {listed(unknown)}"
         fix = f"Leave them out: {command('edit', FILE, drop=ADDRESS, out=OUT)}; "
         fix += f"or convert only the weights: without {arg(all=True)}"

@@ -307,11 +307,13 @@ def same_application(node: Object) -> bool:
 def few_layers(node: Object) -> bool:
     """False for a module with impossibly many layers: a recurrent one loops over them when its state is set.
 
-    Also for a state that is not a dictionary of attributes, which every layer has.
+    Also for a state that is not a dictionary of attributes, which every layer has but the quantized convolutions: of
+    these it is a tuple, whose weights are packed again.
     """
     state = node.state
     if not isinstance(state, dict):
-        return state is MISSING or state is None
+        is_convolution = _module(node).endswith("nn.quantized.modules.conv") and _is_of(state, _CONVOLUTION)
+        return state is MISSING or state is None or is_convolution
     layers = state.get("num_layers")
     named = len(state) <= _MOST_ATTRIBUTES and all(type(name) is str for name in state)
     return named and (type(layers) is not int or layers <= 10_000)
@@ -368,6 +370,8 @@ _PACKED: dict[str, list[Any]] = {
     "rnn.CellParamsBase": [(str, [_T, _T], [], [int], [Object, Object]), (str, [], [], [], [Object, Object])],
 }
 CLASSES = tuple(_PACKED)
+# Its shape and settings, its weight and bias, scale, zero point and mode. Source: torch/ao/nn/quantized/modules/conv.py
+_CONVOLUTION = (int, int, *[tuple] * 4, bool, tuple, int, str, TensorEntry, None, float, int, bool)
 
 
 def _module(node: Object) -> str:

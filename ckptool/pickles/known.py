@@ -240,6 +240,7 @@ _KINDS: dict[tuple[str, str], Kind] = {
         torch.distributed.tensor._dtensor_spec: TensorMeta ShardOrderEntry
         torch.distributed.tensor.placement_types: Placement Shard Replicate Partial _Partial _StridedShard _MaskPartial
         torch.distributed._mesh_layout: _MeshLayout _FlatLayout
+        torch.distributed.algorithms.join: _JoinConfig torch.nn.parallel.distributed: _BucketCapacityConfig
         torch.distributed.remote_device: _remote_device
         torch.distributed._shard.sharded_tensor.metadata: ShardedTensorMetadata TensorProperties
         torch.distributed.checkpoint.metadata: TensorProperties
@@ -297,7 +298,7 @@ _KINDS: dict[tuple[str, str], Kind] = {
     **Kind(exactly("expression", "scalar"), stands=False).of("re: _compile"),
     **Kind(rules.application, state=True, stands=False, filled=rules.same_application).of("functools: partial"),
     **Kind(rules.type_expression).of("operator: _operator: getitem or_ types: GenericAlias"),
-    **Kind(rules.union, stands=False).of("functools: _functools: reduce"),
+    **Kind(rules.union, stands=False).of("functools: _functools: builtins: reduce"),
     **_NAME.of("""
         typing: Any Union Optional Dict List Tuple Set FrozenSet Callable Sequence Mapping MutableMapping Iterable
         Iterator Type Literal Deque DefaultDict OrderedDict Text AnyStr Hashable Sized Collection Container NoReturn
@@ -327,7 +328,7 @@ _KINDS: dict[tuple[str, str], Kind] = {
         timedelta64 generic number integer signedinteger unsignedinteger inexact floating complexfloating intc uintc
         intp uintp long ulong longlong ulonglong
         numpy.rec: numpy.core.records: recarray
-        numpy.core.defchararray: chararray
+        numpy.core.defchararray: numpy.char: chararray
         numpy.matrixlib.defmatrix: matrix
     """),
     # Configuration: dictionaries and lists in disguise

@@ -8,10 +8,9 @@ once. Anything else is left to the machine.
 from __future__ import annotations
 
 import re
-import struct
 from bisect import bisect_right
 from collections.abc import Callable
-from itertools import islice, pairwise
+from itertools import islice
 from math import prod
 from operator import itemgetter
 from typing import Any
@@ -38,8 +37,9 @@ MOST_MOULDS = 256
 class Mould:
     """What the bytes of all tensors from one mould have in common.
 
-    size: how many bytes.  mask, bits: which bits may not differ, and their values, as integers.  opcodes: their number.
-    gets: looks up in the memo what must be `values`.  puts: reads the memo indices of new values.
+    size: how many bytes.  mask, bits: which bits may not differ, and their values, as integers, where the first new
+    memo index is 0; `indices` is what each further one adds to `bits`.  opcodes: their number.
+    gets: looks up in the memo what must be `values`.  first: where the first new index stands.  count: of new indices.
     key: where the name of the storage begins and ends.  id_front, id_back: what comes before and after that name in
     the persistent id, which ends at `id_end`.  needs: bytes that the storage must have.  after: the mould that last
     followed this one.
@@ -48,10 +48,12 @@ class Mould:
     size: int
     mask: int
     bits: int
+    indices: int
     opcodes: int
     gets: Callable[[Any], tuple[Any, ...]]
     values: tuple[Any, ...]
-    puts: Callable[[bytes, int], tuple[int, ...]]
+    first: int
+    count: int
     key: tuple[int, int]
     id_end: int
     id_front: tuple[str, Any]
@@ -62,6 +64,14 @@ class Mould:
     dtype: DType
     needs: int
     after: Mould | None = None
+
+    def index(self, data: bytes, pos: int) -> int:
+        """The first new memo index of the tensor whose bytes begin at `pos`; -1 for one from another mould."""
+        raw = data[pos : pos + self.size]
+        index = int.from_bytes(raw[self.first : self.first + 4], "little")
+        # The last index is at the very end: where one is too large for its four bytes, so is the number on the right.
+        is_alike = int.from_bytes(raw, "little") & self.mask == self.bits + index * self.indices
+        return index if is_alike and len(raw) == self.size else -1
 
 
 class Memo(dict[int, Any]):
@@ -118,21 +128,21 @@ class Runs:
         """Pushes the tensors that follow a name, which is on the stack, and the names between them. Returns the
         position after them, and how many opcodes they took. budget: opcodes that may be read."""
         reader, before, total, highest = self.reader, self.last, 0, memo.top()
+        trusted = set[Mould]()  # whose values the memo has: nothing here puts an index that it has already
         while True:
             mould = before.after if before is not None else None
-            raw = data[pos : pos + mould.size] if mould is not None else b""
-            if mould is None or len(raw) < mould.size or int.from_bytes(raw, "little") & mould.mask != mould.bits:
+            if mould is None or (first := mould.index(data, pos)) < 0:
                 mould = self._mould(data, pos, memo)
                 if mould is None:
                     break
+                first = mould.index(data, pos)
                 if before is not None:
                     before.after = mould
-            puts = mould.puts(data, pos)
-            first = puts[0]
-            if first <= highest or puts != (*range(first, first + len(puts)),):  # unlike any pickler's indices
+            if first <= highest or total + mould.opcodes > budget:
                 break
-            if mould.gets(memo) != mould.values or total + mould.opcodes > budget:
+            if mould not in trusted and mould.gets(memo) != mould.values:
                 break
+            trusted.add(mould)
             begin, end = mould.key
             key = str(data[pos + begin : pos + end], "utf-8", "surrogatepass")
             reader.at = pos + mould.id_end
@@ -141,7 +151,7 @@ class Runs:
                 break
             value = TensorEntry(ref.storage, mould.dtype, mould.shape, mould.stride, mould.offset, NO_FLAGS)
             memo.runs.append((first, mould, stack[-1], key, ref, value))
-            highest = puts[-1]
+            highest = first + mould.count - 1
             stack.append(value)
             pos += mould.size
             reader.at = pos - 5  # after the call, before the tensor is memoized
@@ -162,13 +172,14 @@ class Runs:
         match = re.compile(_TENSOR, re.DOTALL).match(data, pos)
         if match is None:
             return None
-        size, mask = match.end() - pos, bytearray(b"\xff") * (match.end() - pos)
-        stores = [match.start(group) - pos for group in _PUTS if match[group] is not None]
-        key = match.start(6) - pos, match.end(6) - pos
-        for begin, end in (key, *((put, put + 4) for put in stores)):
-            mask[begin:end] = bytes(end - begin)
-        fixed = int.from_bytes(mask, "little")
-        bits = int.from_bytes(match[0], "little") & fixed
+        stores = [group for group in _PUTS if match[group] is not None]
+        puts = [int.from_bytes(match[group], "little") for group in stores]
+        if puts != [*range(puts[0], puts[0] + len(puts))]:  # unlike any pickler's
+            return None
+        size, begin, end = match.end() - pos, match.start(6) - pos, match.end(6) - pos
+        mask = int.from_bytes(b"\xff" * begin + bytes(end - begin) + b"\xff" * (size - end), "little")
+        indices = sum(1 << 8 * (match.start(group) - pos) for group in stores)
+        bits = (int.from_bytes(match[0], "little") & mask) - puts[0] * indices
         if (size, bits) in self.moulds:
             return self.moulds[size, bits]
         gets = tuple(int.from_bytes(match[group][1:], "little") for group in _GETS)
@@ -186,7 +197,7 @@ class Runs:
         if not (
             (function, hooks, type(word), type(location)) == (REBUILD_TENSOR_V2, ORDERED_DICT, str, str)
             and dtype is not None
-            and key[1] - key[0] == match[5][0]
+            and end - begin == match[5][0]
             and len(shape) == len(stride) <= MAX_RANK
             and min(offset, *shape, *stride, 0) == 0
             and prod(shape) <= MOST
@@ -196,8 +207,7 @@ class Runs:
         last = offset + sum([(count - 1) * step for count, step in zip(shape, stride, strict=True)])
         needs = 0 if 0 in shape else (last + 1) * dtype.itemsize
         opcodes = _OPCODES + 2 * (len(shape) + 2 + (len(shape) > 3) if shape else 1)
-        puts = struct.Struct("<" + "".join(f"{put - end - 4}xI" for end, put in pairwise([-4, *stores]))).unpack_from
-        memo_use = opcodes, itemgetter(*gets), values, puts
-        storage_id = key, match.end(10) + 1 - pos, (word, cls), (location, numel)
-        mould = Mould(size, fixed, bits, *memo_use, *storage_id, offset, shape, stride, dtype, needs)
+        memo_use = opcodes, itemgetter(*gets), values, match.start(stores[0]) - pos, len(stores)
+        storage_id = (begin, end), match.end(10) + 1 - pos, (word, cls), (location, numel)
+        mould = Mould(size, mask, bits, indices, *memo_use, *storage_id, offset, shape, stride, dtype, needs)
         return self.moulds.setdefault((size, bits), mould)

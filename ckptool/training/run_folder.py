@@ -321,7 +321,8 @@ def folder_of(run: PathLike) -> str:
     """The name of a run's folder. Raises `UsageError` for one that is no run."""
     name = os.fspath(run)
     if not seems_run(name):
-        raise _no_run(name, "it lacks run.yaml or checkpoints", f"Look: {command('scan', name)}")
+        fix = f"Look: {command('scan', name)}" if os.path.exists(name) else ""
+        raise _no_run(name, "it lacks run.yaml or checkpoints" if fix else "there is no such folder", fix)
     return name
 
 

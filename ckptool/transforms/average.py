@@ -100,7 +100,8 @@ class _Merged:
             self.formula = METHODS[self.how.method].formula(self)
         start = index * (self.entries[0].dtype.itemsize // self.dtype.itemsize)
         total = self.formula(lambda number, name: self._numbers(blocks[number], name), start)
-        return rounded(total, self.dtype) if self.dtype.name != "f64" else total
+        # Whole numbers are rounded by whoever reads them; those of complex ones here.
+        return total if self.dtype is self.entries[0].dtype else rounded(total, self.dtype)
 
     def _numbers(self, raw: Array, name: str) -> Array:
         """The elements of a block, widened first: numpy multiplies half as fast while it converts."""

@@ -174,7 +174,9 @@ def moved_metadata(before: Any, keys: Iterable[str], moved: Mapping[str, str], r
             while above and not goals.get(above):
                 above = above.rpartition(".")[0]
             new = f"{goals[above][0]}{path[len(above) :]}" if above else path
-        goals[path] = [new] if new not in sources and (new in modules or path not in around) else []
+        # In the files of FSDP a module is inside its wrappers, of which its keys have none.
+        is_free = new not in sources or len(path) > len(sources[new])
+        goals[path] = [new] if is_free and (new in modules or path not in around) else []
     items: dict[Any, Any] = {}
     for path in sorted(modules.difference(*goals.values())):
         items[path] = {"version": 1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -99,11 +99,14 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
         fixes = (command("recover", FILE, out=OUT),) if can_be else reason.commands
         damage = [replace(reason, says=reason.says if blocks else "", blocks=blocks, commands=fixes)]
     container = list(_of_container(contents, file, values, sole))
+    refused = list(_of_values(values, contents, sole))
+    rewritten = {"ties-recorded"} if any(reason.commands for reason in container) else set[str]()
+    rewritten |= {"pickle-protocol"} if any(reason.commands for reason in refused) else set()
     findings = [
         *damage,
         *container,
-        *_of_values(values, contents, sole),
-        *_of_notes(contents, way, any(reason.commands for reason in container)),
+        *refused,
+        *_of_notes(contents, way, rewritten),
         *of_layout(contents, chosen, target is None, sole, dropped),
     ]
     if chosen is not None and target is not None and way is not None:
@@ -133,11 +136,12 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
         suffix = parted(chain.steps[-1].out)[1]
         fix_all = command("doctor", FILE, fix=True, against=model, out=Slot(f"OUT{suffix}"))
         at_once = str(Chain(file, address(checkpoint.base)).fill(fix_all))
-    unread = str(command("verify", file or FILE, finite=True))
+    name = f"{file}#{place}" if file and (place := address(checkpoint.base)) else file
+    unread = str(command("verify", name or FILE, finite=True))
     engine, parts = engine_of(contents.metadata), kinds_of(contents.roots)
     is_a = f"{'an' if contents.container[0] in 'aeiou' else 'a'} {contents.container} checkpoint"
     is_a += (f" ({engine})" if engine else "") + (f" with {listed(parts)}" if parts else "")
-    return Diagnosis(file, is_a, ordered, unread, model, at_once)
+    return Diagnosis(name, is_a, ordered, unread, model, at_once)
 
 
 # The container --------------------------------------------------------------------------------------------------------
@@ -171,7 +175,7 @@ def _of_container(contents: Listing, file: str, values: RefusedValues, sole: Sta
         reason = replace(reason, commands=())
     elif code == FOLDER and sole is not None:
         take = command("convert", FILE / address(sole.path), out=OUT_PT)
-        advice = f"It takes only the weights; without  #{address(sole.path)}, everything."
+        advice = f"It takes only the weights; without #{address(sole.path)}, everything."
         reason = replace(reason, commands=(take,), advice=advice)
     elif not container.is_program and reason.inert and values.refused:
         plain = command("convert", FILE, weights_only=True, out=OUT_PT)
@@ -239,9 +243,9 @@ def _of_values(values: RefusedValues, contents: Listing, sole: StateDict | None)
 # Notes ----------------------------------------------------------------------------------------------------------------
 
 
-def _of_notes(contents: Listing, way: Way | None, rewritten: bool) -> Iterator[Finding]:
+def _of_notes(contents: Listing, way: Way | None, rewritten: Container[str]) -> Iterator[Finding]:
     """The notes on the file. way: how its names become the model's, where that is known; then a wrapper's prefix may be
-    right.  rewritten: another finding's command writes its contents to a torch file."""
+    right.  rewritten: the codes of notes on what another finding's command writes anew."""
     handled = {UNSAFE, CUSTOM_CLASS, WEIGHTS_ONLY, MEMBERS}  # said among the values, or of no consequence
     for note in contents.notes:
         row = table("findings")["notes"].get(note.code, {"notes": True})
@@ -253,13 +257,12 @@ def _of_notes(contents: Listing, way: Way | None, rewritten: bool) -> Iterator[F
         reason = Finding(note.code, note.message, row.get("says", ""), not row.get("notes"), fixes, stage=stage)
         if note.code == "ties-recorded":  # `load_file` gives one name of each, and strict loading misses the rest
             reason = replace(finding("tied-weights, recorded", what=note.message), blocks=way is not None)
-            reason = replace(reason, commands=(), advice=FIXED_ABOVE) if rewritten else reason
         elif stage is Stage.WRAPPERS and way is None and ("--partial" in note.fix or not fixes):
             row_name = "prefix-module, of some keys" if fixes else "prefix-module, with and without"
             reason = replace(finding(row_name, what=note.message, says=reason.says), advised=fixes)
             # A module may have a child called module, but none is called as compiling calls it.
             reason = replace(reason, code=note.code, blocks=note.code == "prefix-compiled" and not fixes)
-        yield reason
+        yield replace(reason, commands=(), advice=FIXED_ABOVE) if note.code in rewritten else reason
     kinds = set[str]()
     for names in (root.names() for root in contents.roots if root.module is not None):
         wrapped = [PEELED in wrappers(name) for name in names if name != COUNTER]

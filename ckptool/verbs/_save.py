@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypedDic
 from ckptool import errors, formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
 from ckptool.checkpoint.blocks import Plan
+from ckptool.checkpoint.dtypes import TOO_LARGE
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.graph import no_collection, visit
 from ckptool.checkpoint.nodes import Object, fields
 from ckptool.checkpoint.paths import is_url, may_exist, named_urls
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
-from ckptool.commands import FILE, NAME, OUT, OUT_SAFETENSORS, VERBS, arg, command, input_of
+from ckptool.commands import FILE, NAME, OUT, OUT_SAFETENSORS, VERBS, Command, arg, command, input_of
 from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, form, listed
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, replace, size
@@ -102,7 +103,7 @@ class Written(Report):
     def about(self, summary: str, *rows: Row | str, notes: Iterable[Note] = (), **facts: Any) -> Written:
         """The same report with what the verb did, in rows, lines and facts."""
         if self.made:
-            return replace(self, summary=summary, rows=rows, facts=facts, notes=(*notes, *self.left))
+            return replace(self, summary=summary, rows=rows, facts=facts, notes=(*notes, *self.left, *self.notes))
         facts |= {row.key: row.value for row in rows if isinstance(row, Row)}
         details, notes = (*map(escaped, lines_of(rows)), *self.details), (*notes, *self.left, *self.notes)
         return replace(self, summary=escaped(summary), facts=facts, details=details, notes=notes, made=(), left=())
@@ -204,8 +205,9 @@ class Change:
             if options["dry_run"]:
                 return written
             memory = original.memory  # in the form in which the original was given
+            TOO_LARGE.set(types := set[str]())
             result = replace(changed, base=(), source=None) if memory is None else memory.objects(changed.tree)
-            return replace(written, made=(result,))
+            return replace(written, made=(result,), notes=_infinite(types))
         if path is None:
             return self._in_place(original, changed, changes, inputs)
         replaced = os.path.exists(path)
@@ -374,11 +376,19 @@ class Change:
             check(target, **keywords)
             return ()
         proof, made = verify if options["verify"] else None, make_folder(folder) if is_missing else []
+        TOO_LARGE.set(types := set[str]())
         try:
-            return write(plan, target, inputs=inputs, progress=options["progress"], verify=proof, **keywords)
+            notes = write(plan, target, inputs=inputs, progress=options["progress"], verify=proof, **keywords)
         except BaseException:
             remove_empty(made)
             raise
+        return notes + _infinite(types, command("verify", target, finite=True))
+
+
+def _infinite(types: set[str], fix: tuple[()] | Command = ()) -> tuple[Note, ...]:
+    """The note on values that were too large for these types; none for no type."""
+    what = f"computed values are too large for {listed(sorted(types))} and became infinite"
+    return (Note("non-finite", what, fix),) if types else ()
 
 
 @dataclass(frozen=True, slots=True)

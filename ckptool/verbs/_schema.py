@@ -22,7 +22,6 @@ Json = dict[str, Any]
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _TEXT = {"type": "string"}
 _PLAIN = {bool: "boolean", int: "integer", str: "string", NoneType: "null"}
-_FIELD = re.compile(r"(?:^|  |\n)\s*([a-z_]+(?:, [a-z_]+)*): ")
 _KIND = {"type": "string", "description": "which of the schemas it is"}
 _RESULTS = {"type": "array", "items": {"type": "object", "properties": {"schema": _KIND}, "required": ["schema"]}}
 # What every command may print, beside its reports.
@@ -141,21 +140,31 @@ def document(kind: Any, defs: Json) -> Json:
 
 def about(kind: type) -> str:
     """The first sentences of a docstring, before its descriptions of fields."""
-    return " ".join(re.split(r"\n\n|  ?\b[a-z_, ]+: ", _doc(kind), maxsplit=1)[0].split())
+    return _words(_described(kind)[0])
 
 
-def _doc(kind: type) -> str:
-    return (kind.__doc__ or "") if not (kind.__doc__ or "").startswith(f"{kind.__name__}(") else ""
+def _described(kind: type) -> list[str]:
+    """A docstring cut at its descriptions of fields: what is before them, and of each the names and the text.
+
+    They are written like `damage: what was wrong.  tensors, records: how many there were.`
+    """
+    doc = (kind.__doc__ or "") if not (kind.__doc__ or "").startswith(f"{kind.__name__}(") else ""
+    name = "|".join(name for name in {*dir(kind), *getattr(kind, "__annotations__", ())} if name[0] != "_")
+    return re.split(rf"(?<!\S)((?:{name})(?:,\s+(?:{name}))*):\s", doc)
+
+
+def _words(text: str) -> str:
+    """A description up to an empty line, as JSON has its values."""
+    return re.sub(r"\bNone\b", "null", " ".join(text.partition("\n\n")[0].split()))
 
 
 def _row(kind: Any, defs: Json) -> Json:
     """An object with the facts of a report, a row, or a named tuple."""
     properties = {name: _type(fact.kind, defs) for name, fact in facts_of(kind).items()}
-    # The docstring's descriptions of fields: `damage: what was wrong.  tensors, records: how many there were.`
-    pieces = _FIELD.split(_doc(kind))
+    pieces = _described(kind)
     for names, text in zip(pieces[1::2], pieces[2::2], strict=True):
-        meaning = " ".join(text.split()).rstrip(".")
-        for name in properties.keys() & names.split(", "):
+        meaning = _words(text).rstrip(".;")
+        for name in properties.keys() & {*re.split(r",\s+", names)}:
             unit = properties[name].get("description", "")
             properties[name] = properties[name] | {"description": f"{meaning}, {unit}" if unit else meaning}
     return {"type": "object", "properties": properties, "required": list(properties)}

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckptool
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Unsupported
@@ -112,6 +113,51 @@ def test_a_file_without_checksums_is_read_and_noted(tmp_path: Path) -> None:
     contract.round_trip(torch_zip, checkpoint, tmp_path / "b.pt")
     assert "no-checksums" not in [note.code for note in read(tmp_path / "b.pt").notes]
     assert_same_objects(load(tmp_path / "b.pt", mmap=True), tied_state())
+
+
+def test_what_torch_leaves_to_be_filled_in_has_no_checksums(tmp_path: Path) -> None:
+    """`skip_data`: the directory's sums of tensors are 0; then another program writes their bytes (GPUDirect)."""
+    tree = {"m": {"a.weight": torch.randn(3, 4), "b": torch.arange(3), "c": torch.zeros(0)}, "epoch": 1}
+    file, out = tmp_path / "a.pt", tmp_path / "out.pt"
+    with torch.serialization.skip_data():
+        torch.save(tree, file)
+    with file.open("r+b") as writing, zipfile.ZipFile(file) as archive:
+        for number, tensor in enumerate(tree["m"].values()):
+            info = archive.getinfo(f"a/data/{number}")
+            writing.seek(info.header_offset + 26)
+            lengths = writing.read(4)
+            writing.seek(int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little"), 1)
+            writing.write(tensor.numpy().tobytes())
+    assert_same_objects(tree, torch.load(file), storages=False)
+    assert_same_objects(tree, ckptool.load(file, mmap=False), storages=False)
+    assert "no-checksums" in {note.code for note in ckptool.inspect(file).notes}
+    checked = ckptool.verify(file)
+    assert checked.fine and checked.checksums == "some"
+    for change in (
+        lambda: ckptool.convert(file, out, overwrite=True),
+        lambda: ckptool.add_module(file, out, overwrite=True),
+        lambda: ckptool.cast(file, out, dtype="f64", overwrite=True),
+    ):
+        change()
+        assert ckptool.verify(out).checksums == "all" and ckptool.load(out)["epoch"] == 1
+        assert [t.tolist() for t in torch.load(out)["m"].values()] == [t.tolist() for t in tree["m"].values()]
+    for change in (
+        lambda: ckptool.add_module(file, in_place=True),
+        lambda: ckptool.cast(file, dtype="f64", in_place=True),
+    ):
+        change()
+        assert ckptool.verify(file).fine and torch.equal(torch.load(file)["m"]["module.b"], tree["m"]["b"])
+
+
+@pytest.mark.parametrize("alignment", [1, 4096, 1 << 15, 1 << 16])
+def test_files_of_any_alignment(alignment: int, tmp_path: Path) -> None:
+    with torch.utils.serialization.config.patch({"save.storage_alignment": alignment}):
+        torch.save({"a.weight": torch.randn(3, 4), "b": torch.arange(3)}, tmp_path / "a.pt")
+    for name, in_place in (("out.pt", False), ("a.pt", True)):
+        out = None if in_place else tmp_path / name
+        ckptool.add_module(tmp_path / "a.pt", out, in_place=in_place)
+        assert ckptool.verify(tmp_path / name).fine
+        assert torch.equal(torch.load(tmp_path / name, mmap=True)["module.b"], torch.arange(3))
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])

@@ -9,6 +9,7 @@ import importlib
 import json
 import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from tests.support.cli import Run
 from tests.support.files import carry_out, torch_bytes, written
 from tests.support.looped import examples, looped
 from tests.support.pickled_graphs import as_tree, graphs
-from tests.support.same import assert_same_tree
+from tests.support.same import assert_same_objects, assert_same_tree
 
 REFUSED = {
     "11-wrapper-subclass": "fixtures.traps.classes.Wrapper",
@@ -109,6 +110,25 @@ def test_values_of_every_kind(tmp_path: Path) -> None:
     tree += [{True: 1, None: 2, (1, "a"): 3, b"k": 4, 1.5: 5}, 2**4000, -(2**4000)]
     tree += [Object(Global("uuid", "SafeUUID"), (0,), "call")]
     assert_same_tree(tree, carry(in_memory(tree), tmp_path / "a.safetensors").tree)
+
+
+KEYED: dict[str, Callable[[], Any]] = {
+    "state by parameter": lambda: {torch.nn.Parameter(torch.ones(2)): {"step": 1}},
+    "a tuple with a tensor": lambda: {(torch.zeros(3), 1): 2, (frozenset({torch.ones(1)}),): 3},
+    "a view and its base": lambda: {"a": (w := torch.arange(6.0)), w[2:]: 1, w: 2, torch.ones(2).t(): w.view(2, 3)},
+    "in a set": lambda: [{torch.ones(2)}, frozenset({torch.ones(1, dtype=torch.bfloat16)})],
+}
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".dcp", ".pt"])
+@looped("title", KEYED)
+def test_tensors_that_are_keys_come_back(title: str, suffix: str, tmp_path: Path) -> None:
+    file, out, back = tmp_path / "a.pt", tmp_path / f"out{suffix}", tmp_path / "back.pt"
+    torch.save({"state_dict": {"w": torch.ones(2)}, "x": KEYED[title]()}, file)
+    ckptool.convert(file, out, all=True)
+    ckptool.convert(out, back, all=True)
+    one, other = (torch.load(each, weights_only=False) for each in (file, back))
+    assert_same_objects(one, other, storages=False)
 
 
 def test_a_pickle_may_have_as_many_opcodes_as_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ word."""
 
 from __future__ import annotations
 
+import _compat_pickle
 import argparse
 import collections
 import copyreg
@@ -65,6 +66,13 @@ def test_every_word_for_a_value_is_one_that_a_value_is_made_for() -> None:
     assert words - {"uninitialized"} == set(values._VALUES)
 
 
+def test_every_name_is_also_known_as_protocol_2_spells_it() -> None:
+    for (module, each), kind in known._KINDS.items():
+        renamed = _compat_pickle.REVERSE_IMPORT_MAPPING.get(module, module)
+        spelled = _compat_pickle.REVERSE_NAME_MAPPING.get((module, each), (renamed, each))
+        assert known.kind_of(Global(*spelled)) == kind, (module, each, spelled)
+
+
 # What is common and harmless ------------------------------------------------------------------------------------------
 
 
@@ -96,7 +104,8 @@ HARMLESS: dict[str, Callable[[], Any]] = {
     "namespace": lambda: argparse.Namespace(lr=0.1, path=pathlib.Path("a/b"), sizes=[1, 2]),
     "simple namespace": lambda: types.SimpleNamespace(a=1),
     "numpy scalars": lambda: [np.float32(1), np.int64(2), np.bool_(True), np.str_("a"), np.datetime64("2020-01-01")],
-    "numpy arrays": lambda: [np.ones(3), np.array(["a"]), np.array([1, "a"], object), np.zeros(2, [("a", "i4")])],
+    "numpy arrays": lambda: [np.ones(3), np.array(["a"]), np.array([1, "a"], object), np.zeros(2, [("a", "i4")]),
+                             np.char.array(["a"]), np.matrix([[1]])],
     "numpy types": lambda: [np.float32, np.dtype("f8"), np.ndarray],
     "random states": lambda: {
         "python": random.getstate(),
@@ -129,10 +138,14 @@ HARMLESS: dict[str, Callable[[], Any]] = {
         frozenset({3}),
     ],
     "types": lambda: [typing.Any, dict[str, int], typing.Optional[int], typing.Union[int, str],  # noqa: UP007, UP045
-                      type(None), ..., int, list],
+                      type(None), ..., int, list, int | None],
     "a pattern": lambda: re.compile("a+", re.IGNORECASE),
     "torch values": lambda: [torch.Size([1]), torch.device("cuda:0"), torch.float16, torch.__version__],
     "modules": lambda: nn.Sequential(nn.LSTM(2, 2), nn.TransformerEncoderLayer(4, 2), nn.MultiheadAttention(4, 2)),
+    "quantized convolutions": lambda: [
+        torch.ao.nn.quantized.Conv1d(2, 2, 1), torch.ao.nn.quantized.Conv2d(2, 2, 1, bias=False),
+        torch.ao.nn.quantized.Conv3d(2, 2, 1),
+    ],
     "hooks of torch": lambda: nn.utils.spectral_norm(nn.Linear(2, 2)),
     "pruned": lambda: _pruned(),
     "an optimizer": lambda: torch.optim.AdamW([nn.Parameter(torch.ones(2))]),

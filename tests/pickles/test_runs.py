@@ -15,6 +15,8 @@ from ckptool.checkpoint import InlineBytes, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.graph import structural_parts, visit
 from ckptool.errors import CkptoolError, Corrupt
 from ckptool.pickles import decode as decoding
+from ckptool.pickles.runs import _PUTS as PUTS
+from ckptool.pickles.runs import _TENSOR as TENSOR
 from ckptool.pickles.runs import Runs
 from ckptool.pickles.torch_objects import BUILDERS, REBUILD_TENSOR_V2, storage_class
 from tests.support.hostile_inputs import name, text
@@ -165,3 +167,29 @@ def test_runs_of_tensors_are_what_the_machine_makes_of_them(
         monkeypatch.setattr(decoding, "FREE_OPCODES", limit)
         assert outcome(data, BUILDERS) == outcome(data, ONE_BY_ONE), seed
     assert sum(taken) > 20_000, "else this tests nothing"
+
+
+@pytest.mark.parametrize("first", [(1 << 32) - 30, *range((1 << 32) - 9, 1 << 32)])
+def test_the_highest_memo_indices_carry_into_no_opcode(first: int) -> None:
+    """The bytes of a run's tensors are compared as one number, with the indices added to it."""
+    writer = Writer(0)
+    writer.neat, writer.odd, writer.classes, writer.next = True, 0, [3], 100
+    names = ["torch._utils", "storage", "torch", "cpu", "collections"]
+    head = b"".join(
+        (text(each) if at in (1, 3) else name(each, ("_rebuild_tensor_v2", "FloatStorage", "OrderedDict")[at // 2]))
+        + b"r"
+        + (at + 1).to_bytes(4, "little")
+        + b"0"
+        for at, each in enumerate(names)
+    )
+    one = text("one") + writer.put() + writer.tensor([2, 2])
+    match = re.search(TENSOR, one, re.DOTALL)
+    assert match is not None
+    step = sum(1 << 8 * match.start(group) for group in PUTS if match[group] is not None)
+
+    def moved(index: int) -> bytes:
+        number = int.from_bytes(one, "little") + (index - int.from_bytes(match[1], "little")) * step
+        return number.to_bytes(len(one) + 1, "little")[: len(one)]
+
+    data = b"\x80\x02" + head + b"}(" + one + moved(200) + moved(first) + b"u."
+    assert outcome(data, BUILDERS) == outcome(data, ONE_BY_ONE)

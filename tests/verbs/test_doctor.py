@@ -251,7 +251,7 @@ def test_of_a_folder_one_command_writes_a_file_that_the_model_loads(tmp_path: Pa
     save_dcp(state, folder := tmp_path / "step-1")
     found = ckptool.doctor(folder)
     (command,) = [fix for each in found.findings for fix in each.fixes]
-    assert f"{folder}#model" in command
+    assert f"{folder}#model" in command and text_of(ckptool.doctor(f"{folder}#model")).startswith(f"{folder}#model: ")
     nn.Linear(3, 2).load_state_dict(torch.load(run_all(found), weights_only=True))
     line = next(line for line in str(found).splitlines() if "Or in Python: " in line)
     exec(line.partition("Or in Python: ")[2], {"model": (model := nn.Linear(3, 2)), "ckptool": ckptool})

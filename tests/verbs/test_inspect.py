@@ -3,15 +3,26 @@ a run."""
 
 from __future__ import annotations
 
+import argparse
+import collections
+import datetime
+import decimal
+import fractions
 import io
 import itertools
 import json
+import pathlib
+import random
 import re
 import shlex
 import sys
+import types
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,8 +34,10 @@ from ckptool.training.store import name_of
 from ckptool.training.trainer import start
 from tests.support.cli import Run
 from tests.support.files import opened, saved
+from tests.support.lab_trial import run_line
 from tests.support.looped import looped
 from tests.support.object_graphs import saved_graph
+from tests.support.own_classes import Names
 from tests.support.small_runs import Typed, config, cut_short, flip_a_bit, train_typed
 
 
@@ -37,6 +50,72 @@ def test_a_line_of_each_tensor_says_what_is_unusual(tmp_path: Path, run: Run) ->
         lines = [line for line in run("inspect", str(file), "--all").out.splitlines() if re.search(r" f32 +[^+]", line)]
         found = {line.split()[0]: line.partition(" B")[2].strip() for line in lines}
         assert found == {name: ", ".join(filter(None, (place, text))) for name, text in words.items()}
+
+
+WEIGHTS = {"fc.weight": torch.ones(3, 2), "fc.bias": torch.zeros(3)}
+# Values that torch.load takes by default, that it refuses, that have no plain form, and that it would call.
+VALUES: dict[str, Any] = {
+    "number": 1,
+    "numpy": np.float64(0.5),
+    "namespace": argparse.Namespace(lr=1),
+    "generic": list[int],
+    "function": np.sum,
+    "call": collections.UserString("a"),
+    "object": Names(epoch=1),
+}
+FILES = itertools.product(VALUES, (2, 4), (True, False), ("alone", "beside", "wrapped"))
+
+
+@looped("value protocol zipped place", FILES)
+def test_the_commands_that_doctor_and_inspect_print_run_one_after_the_other(
+    value: str, protocol: int, zipped: bool, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prefix = "module." if place == "wrapped" else ""
+    weights = {f"{prefix}{key}": tensor for key, tensor in WEIGHTS.items()}
+    tree = VALUES[value] if place == "alone" else {"model": weights, "x": VALUES[value]}
+    torch.save(tree, "a.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    notes = [str(note.fix) for note in ckptool.inspect("a.pt").notes if note.fix]
+    assert [fix for fix in notes if run_line(fix)] == []
+    for path in tmp_path.glob("a.fixed*"):
+        path.unlink()
+    found = ckptool.doctor("a.pt")
+    fixes = [fix for each in found.findings for fix in each.fixes]
+    assert [fix for fix in fixes if run_line(fix)] == []
+    if place != "alone":
+        last = shlex.split(fixes[-1])[-1] if fixes else "a.pt"
+        assert list(torch.load(last, weights_only=True)) == [*WEIGHTS]
+
+
+def _noted(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.note = {"a": 1}  # type: ignore[attr-defined]
+    return tensor
+
+
+PARAMETERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda weight: weight,
+    "with attributes": lambda weight: _noted(nn.Parameter(weight)),
+    "meta": lambda weight: nn.Parameter(weight.to("meta")),
+    "sparse": lambda weight: nn.Parameter(weight.to_sparse()),
+    "quantized": lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8),
+    "nested": lambda weight: nn.Parameter(torch.nested.nested_tensor([weight])),
+    "transposed": lambda weight: nn.Parameter(weight.t()),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@looped("one other", itertools.product(PARAMETERS, PARAMETERS))
+def test_a_whole_module_has_each_tensor_of_its_state_dict_once(one: str, other: str, tmp_path: Path) -> None:
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)])
+    for layer, kind in zip(model, (one, other), strict=False):
+        if (weight := PARAMETERS[kind](torch.ones(3, 3))).requires_grad:
+            layer.weight = weight  # type: ignore[assignment]
+        else:
+            del layer.weight
+            layer.register_buffer("weight", weight)
+    model[2].tied = model[0].bias  # type: ignore[assignment]
+    found = ckptool.inspect(saved(model, tmp_path / "a.pt")).tensors
+    assert [row.address for row in found] == [name for name, _ in model.state_dict().items()]
 
 
 def test_what_is_printed_to_take_a_prefix_off_or_save_what_is_whole_can_be_run(tmp_path: Path, run: Run) -> None:
@@ -294,3 +373,54 @@ def test_it_is_there_just_where_torch_refuses(seeds: range, tmp_path: Path) -> N
             assert ("weights-only" not in codes) is taken(graph.data), (seed, graph.kinds)
             said["weights-only" in codes] += 1
     assert said[False] and said[True] >= 5, said
+
+
+ONE_LINE: list[Any] = [
+    *(np.array([1, 0, 1]).astype(kind)[0] for kind in ("?", "i1", "u8", "f2", "f8", "c16", ">f4", "S3", "U2")),
+    *(np.zeros((2, 3), kind) for kind in ("?", "i1", "f4", ">i8", "U2", "M8[D]", [("a", "f4"), ("b", "i2")])),
+    np.datetime64("2026-01-01"),
+    np.dtype("f4"),
+    np.asfortranarray(np.ones((2, 3))),
+    datetime.datetime(2026, 1, 2, 3, 4, tzinfo=datetime.timezone.utc),
+    datetime.timedelta(days=1),
+    decimal.Decimal("1.5"),
+    fractions.Fraction(1, 3),
+    pathlib.PurePosixPath("/a/b"),
+    torch.device("cuda", 1),
+    torch.Size([2, 3]),
+    torch.float16,
+    Counter("aab"),
+    slice(1, 2),
+    range(3),
+    1 + 2j,
+    b"abc",
+    None,
+    "text",
+]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_value_is_one_entry_whatever_its_pickle_is_made_of(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    leaves: dict[str, Any] = {}
+
+    def some(place: str, depth: int) -> Any:
+        if depth and draw.random() < 0.5:
+            parts = {str(key): some(f"{place}/{key}", depth - 1) for key in range(draw.randrange(1, 5))}
+            kind = draw.choice((dict, list, types.SimpleNamespace, Whole))
+            return parts if kind is dict else list(parts.values()) if kind is list else kind(**parts)
+        leaves[place] = draw.choice(ONE_LINE)
+        return leaves[place]
+
+    tree = {f"k{at}": some(f"k{at}", 4) for at in range(5)}
+    torch.save(tree, tmp_path / "a.pt", pickle_protocol=draw.choice((2, 3, 4, 5)))
+    assert {entry.address for entry in ckptool.inspect(tmp_path / "a.pt").entries} == set(leaves)
+    shown = str(ckptool.show(tmp_path / "a.pt"))
+    assert "(args)" not in shown and "(state)" not in shown
+
+
+class Whole:
+    """A class of the file's own."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)

@@ -93,6 +93,7 @@ def test_curves_by_name_and_pattern(tmp_path: Path) -> None:
 def test_what_is_no_run_and_what_logged_nothing(tmp_path: Path, run: Run) -> None:
     with pytest.raises(UsageError, match="is not a run"):
         ckptool.plot(tmp_path)
+    assert "there is no such folder" in (missed := run("plot", str(tmp_path / "none"))).err and "scan" not in missed.err
     empty = run_of(tmp_path / "r", [])
     assert "nothing was logged yet" in done(run("plot", str(empty)))
     with pytest.raises(NoMatch, match="no curve"):

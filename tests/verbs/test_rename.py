@@ -277,6 +277,12 @@ def test_versions_are_those_of_the_module_that_has_the_names(seed: int) -> None:
     assert is_of(ckptool.rename(bare, "* => x.y.*"), deeper)
     assert is_of(ckptool.rename(deeper.state_dict(), "x.y.* => *"), model)
     assert is_of(ckptool.strip_module(deeper.state_dict(), prefix="x.y."), model)
+    as_fsdp: Any = collections.OrderedDict(
+        (f"module.{key}", value) for key, value in bare.items()
+    )  # whose hooks rename the keys
+    as_fsdp._metadata = Around("module", wrapped).state_dict()._metadata  # alone
+    found = ckptool.strip_module(as_fsdp)
+    assert list(found) == list(bare) and dict(found._metadata) == dict(bare._metadata)
 
 
 def test_the_outermost_version_moves_along() -> None:

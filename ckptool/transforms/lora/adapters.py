@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import InlineBytes, Note, Storage, TensorEntry
-from ckptool.checkpoint.arrays import TensorValues, in_type
-from ckptool.checkpoint.dtypes import DType, by_name, has_numbers
+from ckptool.checkpoint.arrays import TensorValues
+from ckptool.checkpoint.dtypes import DType, by_name, has_numbers, in_type
 from ckptool.checkpoint.paths import match_within_limit
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
 from ckptool.conventions.adapter_keys import (
