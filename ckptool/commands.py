@@ -101,7 +101,7 @@ eval: Evaluate a checkpoint of a run; nothing is written to it.
 prove: Prove that a run killed anywhere ends with the same bytes as an unbroken one. Exit 1: it does not.
 [use refuses]
 plot: Draw a run's loss, learning rate and metrics over its steps, even while it is training.
-prune: Delete the checkpoints of a run that its configuration does not keep: never the newest, never the best.
+prune: Delete the checkpoints of a run that its configuration does not keep, never the newest whole one.
 [setup]
 demo: Write two small checkpoints to try things on, one of them with the usual problems. Needs no torch.
 explain: Explain a note, an error code or an error message, and say what fixes it. Exit 1: unknown.

@@ -19,7 +19,7 @@ from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.progress import over
 from ckptool.checkpoint.tree import Path, address, map_storages, rebuild, storages, stored_parts, tensors, walk
 from ckptool.commands import NAME, OUT, Slot, arg, command, input_of
-from ckptool.conventions.state_dicts import PLAIN, find_state_dicts, is_optimizer
+from ckptool.conventions.state_dicts import PLAIN, StateDict, find_state_dicts, is_optimizer, kinds_of
 from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed
 from ckptool.facts import size
 from ckptool.formats import DEFAULT, WRITERS
@@ -152,14 +152,14 @@ def table(tree: Mapping[Any, Any], origins: Mapping[Any, str]) -> list[dict[str,
 
     file: where it came from or went to, from `origins`; for a plain value, the value itself.
     """
-    kinds: dict[Any, list[str]] = defaultdict(list)
+    roots: dict[Any, list[StateDict]] = defaultdict(list)
     for root in find_state_dicts(Checkpoint(tree, "")):
         if root.path:
-            kinds[root.path[0]].append(root.detail or root.kind)
+            roots[root.path[0]].append(root)
     rows = []
     for name, member in tree.items():
         plain, origin = is_plain(member), origins.get(name, "")
-        kind = "tensor" if isinstance(member, TensorEntry) else listed(kinds.get(name, []), 3)
+        kind = "tensor" if isinstance(member, TensorEntry) else listed(kinds_of(roots[name]), 3) or "other values"
         rows.append(
             {
                 "name": str(name),

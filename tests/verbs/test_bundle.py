@@ -54,6 +54,9 @@ def test_the_tutorials_layout_loads_in_torch(gan_files: Path, mmap: bool) -> Non
     nbytes = sum(tensor.nbytes for tensor in loaded["discriminator"].values())
     row = {"name": "discriminator", "kind": "model weights", "tensors": 9, "bytes": nbytes, "file": "D.pt#state_dict"}
     assert done.facts["members"][1] == row
+    whole = ckptool.bundle({"all": {"epoch": 1, "state_dict": loaded["generator"], "loss": 2.0}}, "all.tar")
+    listed = ckptool.bundle({"list": {"all": [torch.ones(2)]}}, "list.tar")
+    assert [each.facts["members"][0]["kind"] for each in (whole, listed)] == ["model weights", "other values"]
 
 
 def test_stock_safetensors_reads_the_other_layout(gan_files: Path) -> None:
