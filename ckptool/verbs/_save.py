@@ -195,6 +195,10 @@ class Change:
             what = f"{self.verb} needs an output" if path is None else conflict
             why, itself = "Nothing is written unless you name an output.", f"; the file itself: {arg(in_place=True)}"
             raise UsageError(what, why, f"A new file: {arg(out=OUT)}{itself if 'in_place' in options else ''}")
+        if self._has_members(original):
+            from ckptool.formats.members import refuse_other_models
+
+            refuse_other_models(original)
         if options["verify"] and not options["dry_run"]:
             from ckptool.analysis.verify import refuse_damaged
 
@@ -277,6 +281,10 @@ class Change:
         written = self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)
         return replace(written, replaced=replaced)
 
+    def _has_members(self, original: Checkpoint) -> bool:
+        is_folder = original.part is not None or any(note.code == MEMBERS for note in original.notes)
+        return is_folder and not self.options.get("in_place")
+
     def written(
         self,
         original: Checkpoint,
@@ -293,8 +301,7 @@ class Change:
         verified = bool(self.options["verify"]) and not dry_run and how != "nothing"
         codes = (RECOVERED_NOTE, OLD_GRADIENTS) if how == "new file" else (RECOVERED_NOTE,)
         left_behind = [note for note in original.notes if note.code in codes]
-        has_others = original.part is not None or any(note.code == MEMBERS for note in original.notes)
-        if has_others and how != "nothing" and not self.options.get("in_place"):
+        if self._has_members(original) and how != "nothing":
             from ckptool.formats.members import left_beside
 
             left_behind += left_beside(original)
