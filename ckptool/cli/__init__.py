@@ -307,6 +307,7 @@ def _as_program() -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the help has letters that not every encoding has
     sys.unraisablehook = deliver_signal_again
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it is not told how git ended
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
             signal.signal(number, _stop)
