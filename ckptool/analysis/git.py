@@ -19,7 +19,7 @@ from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.files import Source, unchanged
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.numpy_arrays import Array, LongValue, array_entry
-from ckptool.checkpoint.tree import Path, address
+from ckptool.checkpoint.tree import address
 from ckptool.errors import CkptoolError, FileProblem, NotACheckpoint, RunFailed, counted, printable
 from ckptool.facts import WHOLE
 from ckptool.pickles.plain import expand
@@ -80,12 +80,10 @@ def _content_lines(source: Source) -> Iterator[str]:
     contents = listing(checkpoint)
     pairs = [(row.path, row.tensor) for row in contents.tensors]
     kinds = [""] * len(pairs)
-    holder: Path | None = None  # of an object that is shown as one value
     for row in contents.entries:
         # Versions of modules are in no other container.
-        if row.same_as is not None or "_metadata" in row.path or (holder and row.path[: len(holder)] == holder):
+        if row.same_as is not None or "_metadata" in row.path:
             continue
-        holder = row.path if isinstance(row.value, Object) and not isinstance(expand(row.value), Object) else None
         array = array_entry(row.value)
         if array is None:
             yield f"{printable(row.address) or WHOLE}  {_value_line(row.value)}"

@@ -30,6 +30,7 @@ from ckptool.formats import named
 from ckptool.formats.members import all_uses, unjudged
 from ckptool.formats.model_folder import ADAPTER, config_beside
 from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes
+from ckptool.pickles.plain import is_one_line
 from ckptool.pickles.weights_only import takes, weights_only
 
 if TYPE_CHECKING:
@@ -276,9 +277,12 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     sizes: dict[int, int] = {}
     places: dict[int, Path] = {}  # of containers, the first of each
     repeat: Path | None = None
+    said: Path | None = None  # of an object whose line says all that is in it
     unlisted = 0
     for relative, node in walk(tree):
         path = base + relative
+        if said is not None and path[: len(said)] == said:
+            continue
         if repeat is not None and path[: len(repeat)] != repeat:
             repeat = None
         if isinstance(node, TensorEntry):
@@ -290,6 +294,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
                 sizes[numbers.setdefault(id(part.storage), len(numbers))] = part.storage.nbytes
             rows.append(TensorRow(path, node, None))
         elif _is_leaf(node):
+            said = path if isinstance(node, Object) and is_one_line(node) else None
             if len(entries) < MAX_ENTRIES:
                 entries.append(EntryRow(path, node, repeated=repeat is not None))
             else:

@@ -24,9 +24,19 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
 from ckptool.checkpoint.files import Folder, Input, Source, folder_at, json_or_none, open_input, read_json, while_open
 from ckptool.checkpoint.nodes import fields, items
-from ckptool.commands import OUT_SAFETENSORS, RULES, command
+from ckptool.commands import OUT, OUT_SAFETENSORS, RULES, command
 from ckptool.conventions.state_dicts import optimizers
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, counted, form, listed, printable
+from ckptool.errors import (
+    CkptoolError,
+    Conflict,
+    Corrupt,
+    LimitExceeded,
+    NotACheckpoint,
+    counted,
+    form,
+    listed,
+    printable,
+)
 from ckptool.facts import dataclass, replace
 from ckptool.formats import FORMATS, HEAD, named, read_alone
 from ckptool.formats.folder import (
@@ -59,6 +69,7 @@ BESIDE_WEIGHTS = NamePattern(
     r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|training_args\.bin|trainer_state\.json|model_\d+\.safetensors"
     r"|pytorch_model(?:_\d+|_fsdp(?:_\d+)?)\.bin|common\.pt|meta\.pt|distrib_optim\.pt",
 )
+_OTHER_MODEL = NamePattern("_", r"(?:pytorch_)?model_\d+\.(?:safetensors|bin)")
 _TRAINING = ("optimizer", "scheduler", "rng_state", "random_states", "trainer_state", "sampler", "common.pt", "meta.pt")
 _FOLDERS = NamePattern("", r"global_step\d+|pytorch_model_fsdp_\d+|optimizer_\d+|pytorch_model")
 _WITH_WEIGHTS = ("global_step", "pytorch_model")
@@ -184,7 +195,8 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     if checkpoint.container == NAME and not members:
         what = f"{folder} is {layout.kind}, but none of its {counted(len(layout.names), 'file')} can be read"
         raise Corrupt(what, f"{problems}.", "Take an earlier checkpoint.")
-    only_weights = named(checkpoint.container).tensors_only
+    # A file (`pytorch_model.bin`) holds those of one model, whatever its container.
+    only_weights = named(checkpoint.container).tensors_only or not isinstance(checkpoint.source, Folder)
     if isinstance(checkpoint.source, Folder) and not only_weights:
         checkpoint = _in_tree(checkpoint, checkpoint.source, members)
     if checkpoint.container == NAME:
@@ -247,6 +259,17 @@ def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
         return ()
     layout = members_of(checkpoint, source if isinstance(source, Folder) else _folder_of(source))
     return tuple(name for name in layout.names if name not in checkpoint.tree) if layout is not None else ()
+
+
+def refuse_other_models(checkpoint: Checkpoint) -> None:
+    """Raises `Conflict` where only the weights of the first of several models, as accelerate saves them, were read."""
+    names = [name for name in beside(checkpoint) if _OTHER_MODEL.fullmatch(name)]
+    if names and checkpoint.source is not None:
+        folder = _folder_of(checkpoint.source).path
+        what = f"{folder} holds the weights of {counted(len(names) + 1, 'model')}, also {listed(names, 3)}"
+        one = command("convert", os.path.join(folder, names[0]), out=OUT)
+        every = command("convert", folder, all=True, out=OUT)
+        raise Conflict(what, "Nothing was written.", f"Name the file of one: {one}; or keep everything: {every}")
 
 
 def left_beside(checkpoint: Checkpoint, place: str = "") -> list[Note]:

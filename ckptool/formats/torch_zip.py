@@ -105,7 +105,8 @@ def read_pickled(
     pickles = [record for name, record in records.items() if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) > 1:
         raise Ambiguous(f"{source} holds two checkpoints ({' and '.join(map(str, pickles))})")
-    if not pickles and (lookalike := next((name for name in records if name.lower().endswith("/data.pkl")), None)):
+    lookalike = next((name for name in records if name.count("/") == 1 and name.lower().endswith("/data.pkl")), "")
+    if lookalike and not pickles:
         raise Ambiguous(f"{source} has no data.pkl, but {lookalike}", "torch reads it as one, other readers do not.")
     root = pickles[0].name.removesuffix("data.pkl") if pickles else ""
     if not pickles or f"{root}.data/extern_modules" in records:

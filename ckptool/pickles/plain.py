@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from ckptool.checkpoint import Composite, StorageRef, TensorEntry
-from ckptool.checkpoint.graph import COPY, GraphMapper, copy_dict
+from ckptool.checkpoint.graph import COPY, SCALARS, GraphMapper, copy_dict
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import Array, array, array_type
 from ckptool.errors import CkptoolError, counted, printable
@@ -66,6 +66,13 @@ def expand(node: Object) -> Any:
     except (CkptoolError, *_MALFORMED):
         return node
     return node if value is NotImplemented else value
+
+
+def is_one_line(node: Object) -> bool:
+    """True for an object that a line says all of: a number, a date, a path, an array, at most eight plain items."""
+    value = expand(node)
+    parts: Any = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return not isinstance(value, Object) and len(parts) <= 8 and all(type(part) in SCALARS for part in parts)
 
 
 # From their arguments -------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, rep
 from ckptool.formats import CheckpointLike, Format, Opened, PathLike, changeable, is_in_memory, marks, open_file
 from ckptool.formats.folder import MEMBERS, refuse_placeholders
 from ckptool.formats.marks import RECOVERED_NOTE
-from ckptool.output import check_target, make_folder, replace_file
+from ckptool.output import check_target, make_folder, remove_empty, replace_file
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
 from ckptool.verbs._options import Bar, Container, DryRun, Extract, InPlace, KeepUnknown, Overwrite, Verify
@@ -198,6 +198,10 @@ class Change:
             what = f"{self.verb} needs an output" if path is None else conflict
             why, itself = "Nothing is written unless you name an output.", f"; the file itself: {arg(in_place=True)}"
             raise UsageError(what, why, f"A new file: {arg(out=OUT)}{itself if 'in_place' in options else ''}")
+        if self._has_members(original):
+            from ckptool.formats.members import refuse_other_models
+
+            refuse_other_models(original)
         if options["verify"] and not options["dry_run"]:
             from ckptool.analysis.verify import refuse_damaged
 
@@ -280,6 +284,10 @@ class Change:
         written = self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)
         return replace(written, replaced=replaced)
 
+    def _has_members(self, original: Checkpoint) -> bool:
+        is_folder = original.part is not None or any(note.code == MEMBERS for note in original.notes)
+        return is_folder and not self.options.get("in_place")
+
     def written(
         self,
         original: Checkpoint,
@@ -296,8 +304,7 @@ class Change:
         verified = bool(self.options["verify"]) and not dry_run and how != "nothing"
         codes = (RECOVERED_NOTE, OLD_GRADIENTS) if how == "new file" else (RECOVERED_NOTE,)
         left_behind = [note for note in original.notes if note.code in codes]
-        has_others = original.part is not None or any(note.code == MEMBERS for note in original.notes)
-        if has_others and how != "nothing" and not self.options.get("in_place"):
+        if self._has_members(original) and how != "nothing":
             from ckptool.formats.members import left_beside
 
             left_behind += left_beside(original)
@@ -367,10 +374,9 @@ class Change:
         check: Callable[..., Any] = check_target
         write: Callable[..., tuple[Note, ...]] = replace_file
         keywords: Any = {"overwrite": bool(options["overwrite"])}
-        if options["make_folder"] and not may_exist(folder or "."):
-            if options["dry_run"]:
-                return ()
-            make_folder(folder)
+        is_missing = bool(options["make_folder"]) and not may_exist(folder or ".")
+        if is_missing and options["dry_run"]:
+            return ()
         if not is_file:
             from ckptool.output import folders
 
@@ -379,9 +385,13 @@ class Change:
         if options["dry_run"]:
             check(target, **keywords)
             return ()
-        proof = verify if options["verify"] else None
+        proof, made = verify if options["verify"] else None, make_folder(folder) if is_missing else []
         TOO_LARGE.set(types := set[str]())
-        notes = write(plan, target, inputs=inputs, progress=options["progress"], verify=proof, **keywords)
+        try:
+            notes = write(plan, target, inputs=inputs, progress=options["progress"], verify=proof, **keywords)
+        except BaseException:
+            remove_empty(made)
+            raise
         return notes + _infinite(types, command("verify", target, finite=True))
 
 

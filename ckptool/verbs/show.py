@@ -97,7 +97,7 @@ class Shown(Report):
 def _value_lines(value: Any, limit: int | None, sibling_limit: int | None = None) -> Iterator[str]:
     """A plain value, with everything below it; with a limit, that many lines, and of a text of many lines its size.
     sibling_limit: how many siblings with tensors are shown, such as an optimizer's states of its parameters."""
-    from ckptool.pickles.plain import plain
+    from ckptool.pickles.plain import is_one_line, plain
 
     value = plain(value)
     if isinstance(value, str):
@@ -129,8 +129,9 @@ def _value_lines(value: Any, limit: int | None, sibling_limit: int | None = None
                 continue
         is_short = isinstance(node, (list, tuple)) and (len(node) <= FEWEST or sibling_limit)
         flat = path if is_short and all(isinstance(item, (str, int, float, type(None))) for item in node) else None
+        flat = path if isinstance(node, Object) and is_one_line(node) else flat  # in an object that is unknown
         label = "  " * (len(path) - 1) + (segment_text(path[-1]) or "''")
-        if flat is not None and len(node) > FEWEST:
+        if is_short and flat is not None and len(node) > FEWEST:
             yield f"{label}: {listed([value_text(item, 40) for item in node], FEWEST)}"
         elif isinstance(node, (dict, list, tuple)) and node and flat is None:
             yield f"{label}:"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,35 @@ def test_who_wrote_a_folder_is_said_and_not_written(accelerate: Path, tmp_path: 
             assert file.metadata() == {"format": "pt"}
     assert run("convert", str(accelerate), "-o", str(tmp_path / "hf/"), "--shard-size", "1MB").code == 0
     assert "accelerate" not in "".join(path.read_text() for path in (tmp_path / "hf").glob("*.json"))
+
+
+@pytest.mark.parametrize("models", [1, 2, 3])
+@pytest.mark.parametrize("safe", [True, False])
+def test_the_weights_of_several_models_are_not_taken_for_one(safe: bool, models: int, tmp_path: Path, run: Run) -> None:
+    """As accelerate's `save_state` numbers them; the first of them is the smallest."""
+    folder, out = tmp_path / "checkpoint_0", str(tmp_path / "out")
+    folder.mkdir()
+    base, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
+    names = [f"{base}{f'_{number}' if number else ''}{suffix}" for number in range(models)]
+    for number, name in enumerate(names):
+        weights = {"a.weight": torch.full((2 + 9 * number, 2), float(number))}
+        save_file(weights, folder / name) if safe else torch.save(weights, folder / name)
+    torch.save({"step": 3}, folder / "random_states_0.pkl")
+    torch.save({"state": {}, "param_groups": []}, folder / "optimizer.bin")
+    verbs = "convert", "cast --dtype f64", "add-module", "slim", "rename 'a.* => b.*'", f"average {folder}"
+    for verb in verbs:
+        for end in (".pt", ".safetensors", "/"):
+            ran = run(verb.split()[0], folder, *shlex.split(verb)[1:], "-o", out + end)
+            assert ran.code == (2 if models > 1 else 0), (verb, end, ran)
+            if models > 1:
+                assert f"weights of {models} models" in ran.err and not Path(out + end).exists()
+            else:
+                shutil.rmtree(out) if end == "/" else Path(out + end).unlink(missing_ok=True)
+    for number, name in enumerate(names):
+        assert run("convert", folder / name, "-o", out + ".pt", "-f").code == 0
+        assert torch.load(out + ".pt")["a.weight"].eq(number).all()
+    assert run("convert", folder, "--all", "-o", out + ".pt", "-f").code == 0
+    assert all(name in torch.load(out + ".pt", weights_only=False) for name in names)
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,20 @@ def test_a_torch_export_program_is_unsupported(tmp_path: Path) -> None:
     unreadable(tmp_path / "model.pt2", Unsupported, "torch.export", ".state_dict")
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("script", [False, True])
+def test_a_package_of_torch_is_named_whatever_programs_are_in_it(
+    script: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.package.package_exporter._gate_torchscript_serialization", False)
+    model: nn.Module = torch.jit.script(nn.Linear(2, 2)) if script else nn.Linear(2, 2)
+    with torch.package.PackageExporter(str(tmp_path / "package.pt")) as exporter:
+        exporter.extern("torch.**")
+        exporter.save_pickle("models", "model", model)
+    with pytest.raises(Unsupported, match=r"package\.pt is a torch\.package archive"):
+        read(tmp_path / "package.pt")
+
+
 def test_random_starts_never_reach_a_traceback(tmp_path: Path) -> None:
     chance = numpy.random.default_rng(1)
     starts = [*OTHER_MODELS.values(), CHECKPOINT[:64], plain_tar()[:300], b"{", b"\x80\x02", b"<"]

@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import argparse
 import collections
+import datetime
+import decimal
+import fractions
 import io
 import itertools
 import json
+import pathlib
+import random
 import re
 import shlex
 import sys
+import types
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -366,3 +373,54 @@ def test_it_is_there_just_where_torch_refuses(seeds: range, tmp_path: Path) -> N
             assert ("weights-only" not in codes) is taken(graph.data), (seed, graph.kinds)
             said["weights-only" in codes] += 1
     assert said[False] and said[True] >= 5, said
+
+
+ONE_LINE: list[Any] = [
+    *(np.array([1, 0, 1]).astype(kind)[0] for kind in ("?", "i1", "u8", "f2", "f8", "c16", ">f4", "S3", "U2")),
+    *(np.zeros((2, 3), kind) for kind in ("?", "i1", "f4", ">i8", "U2", "M8[D]", [("a", "f4"), ("b", "i2")])),
+    np.datetime64("2026-01-01"),
+    np.dtype("f4"),
+    np.asfortranarray(np.ones((2, 3))),
+    datetime.datetime(2026, 1, 2, 3, 4, tzinfo=datetime.timezone.utc),
+    datetime.timedelta(days=1),
+    decimal.Decimal("1.5"),
+    fractions.Fraction(1, 3),
+    pathlib.PurePosixPath("/a/b"),
+    torch.device("cuda", 1),
+    torch.Size([2, 3]),
+    torch.float16,
+    Counter("aab"),
+    slice(1, 2),
+    range(3),
+    1 + 2j,
+    b"abc",
+    None,
+    "text",
+]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_value_is_one_entry_whatever_its_pickle_is_made_of(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    leaves: dict[str, Any] = {}
+
+    def some(place: str, depth: int) -> Any:
+        if depth and draw.random() < 0.5:
+            parts = {str(key): some(f"{place}/{key}", depth - 1) for key in range(draw.randrange(1, 5))}
+            kind = draw.choice((dict, list, types.SimpleNamespace, Whole))
+            return parts if kind is dict else list(parts.values()) if kind is list else kind(**parts)
+        leaves[place] = draw.choice(ONE_LINE)
+        return leaves[place]
+
+    tree = {f"k{at}": some(f"k{at}", 4) for at in range(5)}
+    torch.save(tree, tmp_path / "a.pt", pickle_protocol=draw.choice((2, 3, 4, 5)))
+    assert {entry.address for entry in ckptool.inspect(tmp_path / "a.pt").entries} == set(leaves)
+    shown = str(ckptool.show(tmp_path / "a.pt"))
+    assert "(args)" not in shown and "(state)" not in shown
+
+
+class Whole:
+    """A class of the file's own."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
