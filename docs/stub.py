@@ -26,7 +26,7 @@ from torch.nn import Module
 from typing_extensions import Unpack
 
 from ckptool.checkpoint.jobs import Executor
-from ckptool.verbs._save import Save, SaveExtract, SaveInPlace, SavePart, Written
+from ckptool.verbs._save import Save, SaveInPlace, SavePart, Written
 '''
 PATH, MEMORY = "str | PathLike[str]", "Mapping[Any, Any] | Module"
 FILE, PATHS = f"{PATH} | IO[bytes]", "list[Any] | tuple[Any, ...] | Iterator[Any]"

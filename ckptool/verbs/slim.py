@@ -10,8 +10,8 @@ from ckptool.commands import option, verb
 from ckptool.errors import counted
 from ckptool.facts import replace, size
 from ckptool.transforms.slim import cut_down, plain_views, tied_storages, without_optimizers
-from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
-from ckptool.verbs._save import Row, SaveExtract, Unpack, Written, begin_change
+from ckptool.verbs._options import ChangedAt, ChangedFiles, Extract, Out
+from ckptool.verbs._save import Row, Save, Unpack, Written, begin_change
 
 
 @verb(("ckptool slim model.pt -o small.pt", "without optimizer state"), one_output="New files: -o OUT, or -d DIR")
@@ -22,13 +22,14 @@ def slim(
     dedup: Annotated[bool, option("--dedup", "Tie equal tensors of one set of weights; they stay tied.")] = False,
     keep_optimizer: Annotated[bool, option("--keep-optimizer", "Drop only bytes that no tensor uses.")] = False,
     at: ChangedAt = None,
-    **options: Unpack[SaveExtract],
+    extract: Extract = False,
+    **options: Unpack[Save],
 ) -> Written | Any:
     """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor uses.
 
     Raises `UsageError` for a file of optimizer state only. In place, the dropped bytes would stay in the file.
     """
-    change = begin_change("slim", file, out, at, options, in_place=False)
+    change = begin_change("slim", file, out, at, options, extract=extract, in_place=False)
     before, outside = change.part.tree, frozenset(map(id, storages(change.outside)))
     lean, dropped = (before, ()) if keep_optimizer else without_optimizers(before, change.part.base)
     # Every storage is cut down to what its tensors show; views that overlap go on sharing.
