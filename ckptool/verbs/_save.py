@@ -449,10 +449,8 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
         what = f"{verb} cannot change {remote} in place"
         raise UsageError(what, "A remote file can only be replaced as a whole.", f"Write a new one: {arg(out=OUT)}")
     if options.get("in_place") and not all(isinstance(source, (str, os.PathLike)) for source in inputs):
-        what, why = (
-            f"{verb} can change only files in place",
-            "What is in memory stays as it is; the result is returned.",
-        )
+        what = f"{verb} can change only files in place"
+        why = "What is in memory stays as it is; the result is returned."
         raise UsageError(what, why, f"Leave out {arg(in_place=True)}")
     is_word = isinstance(path, str) and "/" not in path and os.path.splitext(path)[1].lower() not in formats.SUFFIXES
     if memory and is_word and options.get("container") is None and verb not in _OUTPUT_NEXT:
@@ -488,15 +486,13 @@ def begin_change(
     file: CheckpointLike,
     out: PathLike | None,
     at: str | None,
-    options: Save,
+    options: SavePart,
     opening: Callable[[CheckpointLike, str | None], Opened] | None = None,
-    *,
     in_place: bool = True,
-    extract: bool = False,
 ) -> FileChange:
     """Opens what a verb is to change (in_place: maybe the file). Raises `UsageError` for a part that cannot go back."""
     save_options: Any = {**options}
-    extract = save_options.pop("extract", None) or extract
+    extract = bool(save_options.pop("extract", False))
     change = change_of(verb, out, save_options, file, in_place=in_place)
     opened = changeable(open_file(file, at)) if opening is None else opening(file, at)
     original, part = opened.checkpoint, opened.taken

@@ -29,7 +29,8 @@ def slim(
 
     Raises `UsageError` for a file of optimizer state only. In place, the dropped bytes would stay in the file.
     """
-    change = begin_change("slim", file, out, at, options, extract=extract, in_place=False)
+    asked: Any = {**options, "extract": extract}
+    change = begin_change("slim", file, out, at, asked, in_place=False)
     before, outside = change.part.tree, frozenset(map(id, storages(change.outside)))
     lean, dropped = (before, ()) if keep_optimizer else without_optimizers(before, change.part.base)
     # Every storage is cut down to what its tensors show; views that overlap go on sharing.
