@@ -488,18 +488,19 @@ def begin_change(
     at: str | None,
     options: SavePart,
     opening: Callable[[CheckpointLike, str | None], Opened] | None = None,
+    in_place: bool = True,
 ) -> FileChange:
-    """Opens what a verb is to change. Raises `UsageError` where the address leads nowhere or a part cannot go back."""
+    """Opens what a verb is to change (in_place: maybe the file). Raises `UsageError` for a part that cannot go back."""
     save_options: Any = {**options}
     extract = bool(save_options.pop("extract", False))
-    change = change_of(verb, out, save_options, file, in_place=True)
+    change = change_of(verb, out, save_options, file, in_place=in_place)
     opened = changeable(open_file(file, at)) if opening is None else opening(file, at)
     original, part = opened.checkpoint, opened.taken
     if extract and opened.at is None:
         what = f"{verb} {arg(extract=True)} was given no address"
         why = f"Without {arg(extract=True)} the whole file is written."
         raise UsageError(what, why, f"Name it: {command(verb, FILE / 'ADDRESS', extract=True, out=OUT)}")
-    if extract and change.options["in_place"]:
+    if extract and change.options.get("in_place"):
         what = f"{verb} was given both {arg(extract=True)} and {arg(in_place=True)}"
         why = "The file itself would lose everything but that part."
         raise UsageError(what, why, f"Write the part to a new file: {arg(out=OUT)}")
