@@ -76,9 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = 2
     if _stopped_by:
         code = 128 + _stopped_by[0]
+        tell("interrupted\n" if code == INTERRUPTED else "")
         _stopped_by.clear()
-        if code == INTERRUPTED:
-            tell("interrupted\n")
     if arguments is None:
         os._exit(code)  # at once: taking a large tree apart takes as long as building it
     return code
@@ -293,8 +292,6 @@ _stopped_by: list[int] = []  # noted, since modules that are half imported drop 
 
 def _stop(number: int, frame: object) -> NoReturn:
     _stopped_by.append(number)
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
     stop(number, frame)
 
 
