@@ -164,12 +164,15 @@ class _NamePiece:
     def text(self) -> str:
         if len(self.middles) == 1:
             return _escaped(self.choices[0])
-        alternatives = list[str]() if self.numbers else [_escaped(name, r"\\{},") for name in self.middles]
+        part = self.middles[0][: self.middles[0].rfind("/") + 1]  # of the file
+        common = part if all([name.startswith(part) for name in self.middles]) else ""
+        names = [] if self.numbers else [name[len(common) :] for name in self.middles]
+        alternatives = [_escaped(name, r"\\{},") for name in names]
         numbers = self.middles if self.numbers else ()
         for _, run in groupby(enumerate(numbers), key=lambda item: int(item[1]) - item[0]):
             texts = [text for _, text in run]  # which follow each other
             alternatives += [f"{texts[0]}..{texts[-1]}"] if len(texts) >= 3 else texts
-        return f"{_escaped(self.before)}{{{', '.join(alternatives)}}}{_escaped(self.after)}"
+        return f"{_escaped(self.before + common)}{{{', '.join(alternatives)}}}{_escaped(self.after)}"
 
 
 _Row = tuple[_NamePiece, ...]
