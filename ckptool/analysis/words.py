@@ -165,7 +165,7 @@ class _NamePiece:
         if len(self.middles) == 1:
             return _escaped(self.choices[0])
         part = self.middles[0][: self.middles[0].rfind("/") + 1]  # of the file
-        common = part if all([name.startswith(part) for name in self.middles]) else ""
+        common = part if all(name.startswith(part) for name in self.middles) else ""
         names = [] if self.numbers else [name[len(common) :] for name in self.middles]
         alternatives = [_escaped(name, r"\\{},") for name in names]
         numbers = self.middles if self.numbers else ()

@@ -37,6 +37,7 @@ PIECES = st.one_of(
             "/",
         ]
     ),
+    st.sampled_from(["m/w", "m/b", "m/n/w", "/"]),
     st.text(max_size=4),
 )
 KEYS = st.lists(st.lists(PIECES, max_size=4).map(".".join), max_size=30)
