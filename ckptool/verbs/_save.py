@@ -272,7 +272,7 @@ class Change:
 
             details = left_config(original, path)
         keys = changed.tree if isinstance(changed.tree, dict) and not container.writes_folder else ()
-        if any(".lora_A." in key for key in keys if type(key) is str):
+        if self.verb != "lora convert" and any(".lora_A." in key for key in keys if type(key) is str):
             from ckptool.formats.model_folder import left_adapter
 
             notes += left_adapter(original, path)
