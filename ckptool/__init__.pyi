@@ -164,17 +164,17 @@ def scan(path: list[Any] | tuple[Any, ...] | Iterator[Any], *, jobs: int | str |
 @overload
 def scan(path: str | PathLike[str], *, latest_only: bool = ..., full: bool = ..., jobs: int | str | Executor = ...) -> Scan: """Looks at every checkpoint below a folder, or at one file, without running anything."""
 @overload
-def slim(file: str | PathLike[str] | IO[bytes], out: str | PathLike[str] | None = ..., *, dedup: bool = ..., keep_optimizer: bool = ..., at: str | None = ..., **options: Unpack[SavePart]) -> Written: """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor uses."""
+def slim(file: str | PathLike[str] | IO[bytes], out: str | PathLike[str] | None = ..., *, dedup: bool = ..., keep_optimizer: bool = ..., at: str | None = ..., extract: bool = ..., **options: Unpack[Save]) -> Written: """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor uses."""
 @overload
-def slim(file: str | PathLike[str] | IO[bytes] | Mapping[Any, Any] | Module | Checkpoint, out: str | PathLike[str], *, dedup: bool = ..., keep_optimizer: bool = ..., at: str | None = ..., **options: Unpack[SavePart]) -> Written: """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor uses."""
+def slim(file: str | PathLike[str] | IO[bytes] | Mapping[Any, Any] | Module | Checkpoint, out: str | PathLike[str], *, dedup: bool = ..., keep_optimizer: bool = ..., at: str | None = ..., extract: bool = ..., **options: Unpack[Save]) -> Written: """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor uses."""
 @overload
-def slim(file: Checkpoint, out: None = ..., *, dedup: bool = ..., keep_optimizer: bool = ..., at: str | None = ..., **options: Unpack[SavePart]) -> Checkpoint: """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor uses."""
+def slim(file: Checkpoint, out: None = ..., *, dedup: bool = ..., keep_optimizer: bool = ..., at: str | None = ..., extract: bool = ..., **options: Unpack[Save]) -> Checkpoint: """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor uses."""
 @overload
-def slim(file: Mapping[Any, Any] | Module, out: None = ..., *, dedup: bool = ..., keep_optimizer: bool = ..., at: str | None = ..., **options: Unpack[SavePart]) -> dict[Any, Any]: """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor uses."""
+def slim(file: Mapping[Any, Any] | Module, out: None = ..., *, dedup: bool = ..., keep_optimizer: bool = ..., at: str | None = ..., extract: bool = ..., **options: Unpack[Save]) -> dict[Any, Any]: """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor uses."""
 @overload
 def slim(file: list[Any] | tuple[Any, ...] | Iterator[Any], *, jobs: int | str | Executor = ..., folder: str | PathLike[str] | None = ..., skip_refused: bool = ..., **options: Any) -> list[Written | Any]: """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor uses."""
 @overload
-def slim(file: str | PathLike[str] | IO[bytes] | Mapping[Any, Any] | Module | Checkpoint, out: str | PathLike[str] | None = ..., *, dedup: bool = ..., keep_optimizer: bool = ..., at: str | None = ..., **options: Unpack[SavePart]) -> Any: """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor uses."""
+def slim(file: str | PathLike[str] | IO[bytes] | Mapping[Any, Any] | Module | Checkpoint, out: str | PathLike[str] | None = ..., *, dedup: bool = ..., keep_optimizer: bool = ..., at: str | None = ..., extract: bool = ..., **options: Unpack[Save]) -> Any: """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor uses."""
 @overload
 def strip_module(file: str | PathLike[str] | IO[bytes], out: str | PathLike[str] | None = ..., *, at: str | None = ..., prefix: str | Sequence[str] = ..., partial: bool = ..., **options: Unpack[SavePart]) -> Written: """Takes the prefixes of DataParallel, DDP, torch.compile, FSDP and DeepSpeed off the keys of all model weights."""
 @overload

@@ -13,18 +13,28 @@ def main() -> int:
     """Runs the command line that the program was started with; does not return."""
     forget_working_directory()
     import gc
+    import signal
 
     gc.disable()  # it would search imports and trees again and again; nothing here lives long enough to be collected
     if sys.argv[1:2] == ["--complete"]:  # a shell asks while somebody types: import no more than needed
         from ckptool.cli.completion import complete
 
         os._exit(complete(sys.argv[2:]))
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Not by an exception while it starts: where a class is half made, Python raises another in its place.
+        signal.signal(signal.SIGINT, _interrupted)
     try:
         from ckptool.cli import main as run
 
         return run()
-    except KeyboardInterrupt:  # while it starts
+    except KeyboardInterrupt:
+        return _interrupted()
+
+
+def _interrupted(*_: object) -> int:
+    try:
         os.write(2, b"interrupted\n")
+    finally:
         os._exit(130)
 
 

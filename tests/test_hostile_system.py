@@ -126,23 +126,55 @@ def test_closed_standard_streams_spoil_no_file(closed: str, model: Path) -> None
     assert ran(["bash", "-c", script], cwd=model.parent).returncode == 1
 
 
+# While an object is thrown away Python drops what is raised: the signal is heard a moment later. While a class is made,
+# or a module imported that has a way without another, something else is raised for it, or nothing.
+UNHEARD = {
+    "dropped": "class Dropped:\n        def __del__(self):\n            end()\n    Dropped()\n    time.sleep(200)",
+    "replaced": "class Name:\n        def __set_name__(self, *_):\n            end()\n    class A:\n        a = Name()",
+    "caught": "try:\n        end()\n    except BaseException:\n        return 0",
+}
+
+
+@pytest.mark.parametrize("how", UNHEARD)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_that_python_would_drop_is_heard(number: signal.Signals, tmp_path: Path) -> None:
-    """While an object is thrown away Python drops what is raised: the signal is heard a moment later."""
+def test_a_signal_that_python_would_drop_is_heard(number: signal.Signals, how: str) -> None:
     code = f"""
 import os, signal, sys, time
 from ckptool import cli
-class Dropped:
-    def __del__(self):
-        os.kill(os.getpid(), {int(number)})
+def end():
+    os.kill(os.getpid(), {int(number)})
 def run(*args):
-    Dropped()
-    time.sleep(200)
+    {UNHEARD[how]}
 cli._run = run
 cli.main()
 """
     ended = ran([sys.executable, "-c", code], cwd=ROOT, preexec_fn=default_signals, timeout=HANG)
     assert ended.returncode == 128 + number and "Traceback" not in ended.stderr
+    assert ended.stderr == ("interrupted\n" if number == signal.SIGINT else "")
+
+
+def test_an_interrupt_while_the_program_starts_is_no_traceback() -> None:
+    code = f"""
+import dataclasses, os, sys
+real, sys.argv = dataclasses.Field.__set_name__, ["ckptool", "--version"]
+def end(*names):
+    os.kill(os.getpid(), {int(signal.SIGINT)})
+    real(*names)
+dataclasses.Field.__set_name__ = end
+from ckptool.__main__ import main
+main()
+"""
+    ended = ran([sys.executable, "-c", code], cwd=ROOT, preexec_fn=default_signals, timeout=HANG)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
+def test_how_git_ended_is_known_where_the_signal_of_children_is_ignored(model: Path) -> None:
+    words = [*PROGRAM, "git-check", "in.pt"]
+    plain, ignored = (
+        ran(words, cwd=model.parent, preexec_fn=lambda how=how: signal.signal(signal.SIGCHLD, how))
+        for how in (signal.SIG_DFL, signal.SIG_IGN)
+    )
+    assert (ignored.returncode, ignored.stdout, ignored.stderr) == (plain.returncode, plain.stdout, plain.stderr)
 
 
 # Several at once ------------------------------------------------------------------------------------------------------

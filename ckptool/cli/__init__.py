@@ -61,23 +61,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             named_urls(" ".join(words))  # from here on, no printed text shows the secrets in URLs
             code = _run(words, results)
     except KeyboardInterrupt:
-        _interrupts.append(signal.SIGINT)
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
+        _stopped_by.append(signal.SIGINT)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
     except Exception as error:  # the one place that reports all errors
         if debug:
             raise
         reserve.clear()
         try:
-            code = 0 if _interrupts else _print_error(error, results)
+            code = 0 if _stopped_by else _print_error(error, results)
         except Exception as failure:  # noqa: BLE001 (there is no room even for that: memory or files have run out)
             problem = in_words(MemoryError() if isinstance(failure, MemoryError) else error)
             tell(f"error[{problem.code}]: {problem.what}\n  Outputs were left as they were.\n")
             code = 2
-    if _interrupts:
-        _interrupts.clear()
-        tell("interrupted\n")
-        code = INTERRUPTED
+    if _stopped_by:
+        code = 128 + _stopped_by[0]
+        tell("interrupted\n" if code == INTERRUPTED else "")
+        _stopped_by.clear()
     if arguments is None:
         os._exit(code)  # at once: taking a large tree apart takes as long as building it
     return code
@@ -287,12 +287,12 @@ def _answer(function: Any, args: Arguments, first: str, style: Style | None, fil
     return answer_of(report, style, _options_of(report.told, args), report.exit() if declared.exits else 0)
 
 
-_interrupts: list[int] = []  # noted, since modules that are half imported drop the exception, or raise another for it
+_stopped_by: list[int] = []  # noted, since modules that are half imported drop the exception, or raise another for it
 
 
-def _interrupt(number: int, frame: object) -> NoReturn:
-    _interrupts.append(number)
-    raise KeyboardInterrupt
+def _stop(number: int, frame: object) -> NoReturn:
+    _stopped_by.append(number)
+    stop(number, frame)
 
 
 def _as_program() -> None:
@@ -304,8 +304,7 @@ def _as_program() -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the help has letters that not every encoding has
     sys.unraisablehook = deliver_signal_again
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it is not told how git ended
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
-            signal.signal(number, stop)
+            signal.signal(number, _stop)

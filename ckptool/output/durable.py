@@ -136,8 +136,9 @@ def settle(fd: int) -> None:
     os.close(os.dup(fd))
 
 
-def make_folder(path: str) -> None:
-    """Makes a folder and those above it, so that their names survive a power cut. Raises `FileProblem`."""
+def make_folder(path: str) -> list[str]:
+    """Makes a folder and those above it, so that their names survive a power cut. Returns those that were not there,
+    the innermost first. Raises `DiskFull`, `FileProblem`; then none of them is left."""
     if problem := refused_place(path, writing=True):
         raise problem
     missing, place = [], absolute(path)
@@ -145,11 +146,21 @@ def make_folder(path: str) -> None:
         missing.append(place)
         place = os.path.dirname(place)
     try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise file_problem(error, path, "make the folder") from error
-    for created in reversed(missing):
-        sync_folder_of(created)
+        with write_problems(path, "make the folder"):
+            os.makedirs(path, exist_ok=True)
+        for created in reversed(missing):
+            sync_folder_of(created)
+    except BaseException:
+        remove_empty(missing)
+        raise
+    return missing
+
+
+def remove_empty(folders: Iterable[str]) -> None:
+    """Removes the folders that nothing is in, each after those in it."""
+    for folder in folders:
+        with suppress(OSError):
+            os.rmdir(folder)
 
 
 def _untouched(target: str) -> str:
@@ -157,26 +168,26 @@ def _untouched(target: str) -> str:
     return f"Nothing else was changed: {target} is as it was." if os.path.lexists(target) else "Nothing was written."
 
 
-def write_problem(error: OSError, target: str | os.PathLike[str]) -> CkptoolError:
+def write_problem(error: OSError, target: str | os.PathLike[str], doing: str = "write") -> CkptoolError:
     """The error for a failed write, which says what was not touched."""
     if isinstance(error, CkptoolError):
         return error
     name = os.fspath(target)
     words = _FULL.get(error.errno or 0)
     if words:
-        return DiskFull(f"cannot write {name}: {words}", _untouched(name), _ROOM).about(error.errno, name)
-    problem = file_problem(error, target, "write")
+        return DiskFull(f"cannot {doing} {name}: {words}", _untouched(name), _ROOM).about(error.errno, name)
+    problem = file_problem(error, target, doing)
     problem.why = " ".join(part for part in (problem.why, printable(_untouched(name))) if part)
     return problem
 
 
 @contextmanager
-def write_problems(target: str | os.PathLike[str]) -> Iterator[None]:
+def write_problems(target: str | os.PathLike[str], doing: str = "write") -> Iterator[None]:
     """Raises the error for a failed write in place of the system's."""
     try:
         yield
     except OSError as error:
-        raise write_problem(error, target) from error
+        raise write_problem(error, target, doing) from error
 
 
 _ROOM = f"Make room, or write to another disk with {arg('out')}."
@@ -364,6 +375,8 @@ def keep_attributes(old: str, fd: int) -> list[str]:
     os.fchmod(fd, mode)
     if status.st_uid != new_status.st_uid:  # last: afterwards it may not be ours to change
         attempt(f"its owner ({status.st_uid})", os.fchown, fd, status.st_uid, -1)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:  # which stay names of the old file
+        lost.append(f"its hard links ({status.st_nlink - 1} more)")
     return lost
 
 

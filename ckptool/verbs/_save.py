@@ -30,7 +30,7 @@ from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, rep
 from ckptool.formats import CheckpointLike, Format, Opened, PathLike, changeable, is_in_memory, marks, open_file
 from ckptool.formats.folder import MEMBERS, refuse_placeholders
 from ckptool.formats.marks import RECOVERED_NOTE
-from ckptool.output import check_target, make_folder, replace_file
+from ckptool.output import check_target, make_folder, remove_empty, replace_file
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
 from ckptool.verbs._options import Bar, Container, DryRun, Extract, InPlace, KeepUnknown, Overwrite, Verify
@@ -272,7 +272,7 @@ class Change:
 
             details = left_config(original, path)
         keys = changed.tree if isinstance(changed.tree, dict) and not container.writes_folder else ()
-        if any(".lora_A." in key for key in keys if type(key) is str):
+        if self.verb != "lora convert" and any(".lora_A." in key for key in keys if type(key) is str):
             from ckptool.formats.model_folder import left_adapter
 
             notes += left_adapter(original, path)
@@ -371,10 +371,9 @@ class Change:
         check: Callable[..., Any] = check_target
         write: Callable[..., tuple[Note, ...]] = replace_file
         keywords: Any = {"overwrite": bool(options["overwrite"])}
-        if options["make_folder"] and not may_exist(folder or "."):
-            if options["dry_run"]:
-                return ()
-            make_folder(folder)
+        is_missing = bool(options["make_folder"]) and not may_exist(folder or ".")
+        if is_missing and options["dry_run"]:
+            return ()
         if not is_file:
             from ckptool.output import folders
 
@@ -383,9 +382,13 @@ class Change:
         if options["dry_run"]:
             check(target, **keywords)
             return ()
-        proof = verify if options["verify"] else None
+        proof, made = verify if options["verify"] else None, make_folder(folder) if is_missing else []
         TOO_LARGE.set(types := set[str]())
-        notes = write(plan, target, inputs=inputs, progress=options["progress"], verify=proof, **keywords)
+        try:
+            notes = write(plan, target, inputs=inputs, progress=options["progress"], verify=proof, **keywords)
+        except BaseException:
+            remove_empty(made)
+            raise
         return notes + _infinite(types, command("verify", target, finite=True))
 
 
@@ -485,18 +488,19 @@ def begin_change(
     at: str | None,
     options: SavePart,
     opening: Callable[[CheckpointLike, str | None], Opened] | None = None,
+    in_place: bool = True,
 ) -> FileChange:
-    """Opens what a verb is to change. Raises `UsageError` where the address leads nowhere or a part cannot go back."""
+    """Opens what a verb is to change (in_place: maybe the file). Raises `UsageError` for a part that cannot go back."""
     save_options: Any = {**options}
     extract = bool(save_options.pop("extract", False))
-    change = change_of(verb, out, save_options, file, in_place=True)
+    change = change_of(verb, out, save_options, file, in_place=in_place)
     opened = changeable(open_file(file, at)) if opening is None else opening(file, at)
     original, part = opened.checkpoint, opened.taken
     if extract and opened.at is None:
         what = f"{verb} {arg(extract=True)} was given no address"
         why = f"Without {arg(extract=True)} the whole file is written."
         raise UsageError(what, why, f"Name it: {command(verb, FILE / 'ADDRESS', extract=True, out=OUT)}")
-    if extract and change.options["in_place"]:
+    if extract and change.options.get("in_place"):
         what = f"{verb} was given both {arg(extract=True)} and {arg(in_place=True)}"
         why = "The file itself would lose everything but that part."
         raise UsageError(what, why, f"Write the part to a new file: {arg(out=OUT)}")

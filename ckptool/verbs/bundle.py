@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from ckptool import formats
+from ckptool.analysis.findings import Chain
 from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.checkpoint.nodes import OrderedDict
@@ -120,7 +121,8 @@ def bundle(
     written = change.write(together(parts.original, parts.memories), bundled, inputs=parts.inputs)
     if drop and written.how == "in place":
         message = f"the bytes of {listed(several(drop), 3)} stay inside the file, unused"
-        parts.notes.append(Note("unused-record", message, command("convert", FILE, out=OUT)))
+        fix = Chain(written.output).fill(command("convert", FILE, out=OUT))
+        parts.notes.append(Note("unused-record", message, fix))
     rows = bundles.table(bundled.tree, parts.origins)
     return written.about(counted(len(rows), "member"), Row("members", rows, bundles.lines_of(rows)), notes=parts.notes)
 

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 from ckptool.checkpoint import Note
 from ckptool.checkpoint.tree import rebuild, storages
-from ckptool.commands import arg, option, verb
-from ckptool.errors import UsageError, counted
+from ckptool.commands import option, verb
+from ckptool.errors import counted
 from ckptool.facts import replace, size
 from ckptool.transforms.slim import cut_down, plain_views, tied_storages, without_optimizers
-from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
-from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
+from ckptool.verbs._options import ChangedAt, ChangedFiles, Extract, Out
+from ckptool.verbs._save import Row, Save, Unpack, Written, begin_change
 
 
 @verb(("ckptool slim model.pt -o small.pt", "without optimizer state"), one_output="New files: -o OUT, or -d DIR")
@@ -22,16 +22,15 @@ def slim(
     dedup: Annotated[bool, option("--dedup", "Tie equal tensors of one set of weights; they stay tied.")] = False,
     keep_optimizer: Annotated[bool, option("--keep-optimizer", "Drop only bytes that no tensor uses.")] = False,
     at: ChangedAt = None,
-    **options: Unpack[SavePart],
+    extract: Extract = False,
+    **options: Unpack[Save],
 ) -> Written | Any:
     """Writes the checkpoint without optimizer state, and without the bytes behind views that no tensor uses.
 
-    Raises `UsageError` for `in_place` (the old bytes would stay) and for a file of optimizer state only.
+    Raises `UsageError` for a file of optimizer state only. In place, the dropped bytes would stay in the file.
     """
-    if options.get("in_place"):
-        why = "In place, the dropped bytes would stay in the file."
-        raise UsageError("slim writes a new file", why, f"For example: {arg(out='small.pt')}")
-    change = begin_change("slim", file, out, at, options)
+    asked: Any = {**options, "extract": extract}
+    change = begin_change("slim", file, out, at, asked, in_place=False)
     before, outside = change.part.tree, frozenset(map(id, storages(change.outside)))
     lean, dropped = (before, ()) if keep_optimizer else without_optimizers(before, change.part.base)
     # Every storage is cut down to what its tensors show; views that overlap go on sharing.

@@ -87,6 +87,15 @@ def test_a_folder_that_is_replaced_and_the_files_in_it(tmp_path: Path) -> None:
     assert seen(folder) == whole and seen(folder / "a.bin") == file
 
 
+def test_hard_links_stay_names_of_the_old_file_and_are_mentioned(tmp_path: Path) -> None:
+    path, other = tmp_path / "x", tmp_path / "other"
+    path.write_bytes(b"old")
+    other.hardlink_to(path)
+    (note,) = replace_file(b"new", path, overwrite=True)
+    assert "hard links (1 more)" in note.message and (path.read_bytes(), other.read_bytes()) == (b"new", b"old")
+    assert replace_file(b"newer", path, overwrite=True) == ()
+
+
 def test_a_new_file_has_what_files_have_there(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes(b"x")
     replace_file(b"new", tmp_path / "x")

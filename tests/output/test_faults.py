@@ -68,6 +68,10 @@ class Trial:
         files = [path for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink()]
         return {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
 
+    def empty_folders(self) -> list[str]:
+        """What a run that made a folder may leave only where it is killed."""
+        return [str(path) for path in self.folder.rglob("*") if path.is_dir() and not any(path.iterdir())]
+
     def run(self, point: FaultPoint) -> Ended:
         self.reset()
         return self.bench.run(self.folder, self.words, point.how, point.at, point.number)
@@ -178,6 +182,7 @@ def failed(trial: Trial, point: FaultPoint) -> None:
         event = events[point.at] if point.at < len(events) else point.event
         sweeping = event.startswith(("unlink", "remove", "flock", "listdir", "open TEMPORARY"))
         assert sweeping or not temporaries_among(files), "a temporary file was left"
+        assert event.startswith("rmdir") or not trial.empty_folders(), "a new folder was left"
     assert "Traceback" not in ended.err and "error[bug]" not in ended.err, ended
     if ended.code == 2:
         assert ended.err.startswith("error["), ended
@@ -199,7 +204,7 @@ def stopped(trial: Trial, point: FaultPoint) -> None:
     ended = trial.run(point)
     files = trial.found()
     (state,) = trial.states(files)
-    assert not temporaries_among(files) and "Traceback" not in ended.err, ended
+    assert not temporaries_among(files) and not trial.empty_folders() and "Traceback" not in ended.err, ended
     assert ended.code in (128 + point.number, trial.case.code), ended
     if ended.code == trial.case.code:
         assert state == "new"

@@ -10,6 +10,7 @@ import os
 import pkgutil
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -48,7 +49,8 @@ os._exit(int(asked.recv(8) or 137))
 
 @cache
 def programs(*modules: str) -> Path:
-    """The folder of `ckptool` and `python`, which have imported these modules too; it is there until the tests end."""
+    """The folder of `ckptool` and `python`, which have imported these modules too; it is there until the tests end, or
+    are killed: the server removes it."""
     folder = Path(tempfile.mkdtemp(prefix="ck"))
     for name in ("ckptool", "python"):
         (folder / name).write_text(CLIENT.format(python=sys.executable, address=str(folder / "socket")))
@@ -183,8 +185,8 @@ def stop_programs() -> None:
     programs.cache_clear()
     BEGINNINGS.clear()
     while SERVERS:
-        with SERVERS.pop() as server:
-            server.kill()
+        with SERVERS.pop():  # its end of the pipe is closed, and it is waited for
+            pass
 
 
 if __name__ == "__main__":
@@ -200,4 +202,7 @@ if __name__ == "__main__":
         del sys.modules["torch"]
     gc.collect()
     gc.freeze()
-    serve(address)
+    try:
+        serve(address)
+    finally:
+        shutil.rmtree(os.path.dirname(address))

@@ -127,6 +127,7 @@ CASES = {
     "cast, safetensors, in place": Case("cast m.safetensors --dtype f16 --in-place", model_files, ST, again=""),
     "strip, safetensors, in place": Case("strip-module m.safetensors --in-place", model_files, ST, again=""),
     "edit": Case("edit in.pt --set epoch:=4 --drop best -o out.pt"),
+    "into a new folder": Case("cast in.pt --dtype bf16 -d new/deep", changes=("new/deep/in.pt",)),
     "edit, in place": Case("edit in.pt --set epoch:=4 --in-place", changes=SAME, again=""),
     "convert": Case("convert in.pt -o out.safetensors -f", changes=("out.safetensors",), old=OLD),
     "convert, all": Case("convert in.pt --all -o out.safetensors", changes=("out.safetensors",)),

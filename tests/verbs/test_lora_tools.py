@@ -101,7 +101,7 @@ KINDS |= {"up.a.bias": torch.ones(6), "up.b.bias": torch.ones(8)}
         (Q, {"rank": 10**9}, UsageError, "is not from 1"),
         (Q, {"only": "up.k.*"}, NoMatch, "have the same values"),
         (Q, {"only": "nothing"}, NoMatch, "matches no key"),
-        ({"norm.weight": torch.zeros(6)}, {}, Unsupported, "no layer's matrix differs"),
+        ({"norm.weight": torch.zeros(6)}, {}, Unsupported, "is a layer's matrix"),
         ({"up.q.weight": torch.ones(6, 6, dtype=torch.int8)}, {}, Unsupported, "is quantized: up.q.weight"),
         (
             {"scale": torch.ones(3)},
@@ -235,7 +235,7 @@ def test_underscores_of_other_models_need_the_base(tmp_path: Path) -> None:
 def test_scales_of_diffusers_stand_in_the_metadata(tmp_path: Path) -> None:
     adapter = peft(tmp_path / "a", halves("q") | halves("k", rank=4), rank_pattern={"k": 4}, lora_alpha=4)
     report = ckptool.lora_convert(adapter, tmp_path / "d.safetensors", to="diffusers")
-    assert report.facts == {"from": "PEFT", "to": "diffusers", "modules": 2, "tensors": 4}
+    assert report.facts == {"from": "PEFT", "to": "diffusers", "modules": 2, "tensors": 4} and not report.notes
     fields = metadata_of(tmp_path / "d.safetensors")
     found = fields["unet.lora_alpha"], fields["unet.r"], fields["unet.rank_pattern"]
     assert found in ((4, 4, {"^q": 2}), (4, 2, {"^k": 4}))

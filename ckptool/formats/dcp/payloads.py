@@ -39,7 +39,7 @@ from ckptool.checkpoint.blocks import verify
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Folder, Part, Source
 from ckptool.checkpoint.nodes import brief
-from ckptool.checkpoint.paths import file_problem
+from ckptool.checkpoint.paths import temporary_files
 from ckptool.checkpoint.tree import map_storages
 from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Truncated, Unsupported, listed
 from ckptool.facts import dataclass, field, replace
@@ -373,7 +373,7 @@ def inflate(part: Part, limit: int) -> Checkpoint:
     decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
     reader = decompressor.stream_reader(cast(Any, _CompressedPart(part)), read_size=1 << 16, read_across_frames=True)
     try:
-        with tempfile.TemporaryFile() as file:
+        with temporary_files(), tempfile.TemporaryFile() as file:
             while data := reader.read(1 << 18):
                 if file.tell() + len(data) > limit:
                     what = f"{part} inflates to more than {limit:,} bytes"
@@ -384,8 +384,6 @@ def inflate(part: Part, limit: int) -> Checkpoint:
     except zstandard.ZstdError as error:
         what = f"{part} cannot be inflated: {error!s}"
         raise Corrupt(what, "It was damaged, or is not compressed with zstd the way torch does it.") from None
-    except OSError as error:
-        raise file_problem(error, tempfile.gettempdir(), "write") from error
     try:
         checkpoint = torch_zip.read(source)
     except Truncated as error:

@@ -273,7 +273,7 @@ def extract(
                 entry = entry.with_storage(entry.storage.alone())
             whole_deltas[name] = Delta(MODEL, key, {"": entry}, {"": f"{MODEL}{name}"})
     if not deltas:
-        what = f"no layer's matrix differs between {names[0]} and {names[1]}: {listed(sorted(changed))}"
+        what = f"nothing that differs between {names[0]} and {names[1]} is a layer's matrix: {listed(sorted(changed))}"
         why = "Possible embeddings are taken whole, and PEFT loads no adapter without a low-rank matrix."
         raise Unsupported(what, f"{why} Nothing was written.")
     if len(clamped) == len(deltas):
