@@ -7,6 +7,7 @@ import resource
 import signal
 import stat
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.checkpoint.paths import temporary_files
 from ckptool.cli.output import in_words
 from ckptool.errors import DiskFull, FileProblem
 from ckptool.output import sink
@@ -127,6 +129,34 @@ def test_the_limit_on_file_sizes_leaves_everything_as_it_was(words: list[str], m
     ended = ran([*PROGRAM, *words], cwd=model.parent, preexec_fn=limit)
     assert ended.returncode == 2 and "the file size limit was reached" in ended.stderr, ended
     assert {path.name: path.read_bytes() for path in model.parent.iterdir()} == before
+
+
+@pytest.mark.long("prove imports torch")
+@pytest.mark.parametrize("room", ["4k", "400k"])
+def test_no_room_for_temporary_files_is_an_error_and_leaves_none(room: str, tmp_path: Path) -> None:
+    """With 400k there is room for all but the pages that are mapped."""
+    if ran(["unshare", "-rm", "true"]).returncode:
+        pytest.skip("no file system of its own here")
+    script = f'mount -t tmpfs -o size={room} none "$TMPDIR" && ("$@"; code=$?; ls "$TMPDIR"; exit $code)'
+    words = [*PROGRAM, "prove", "--kills", "1", "--", "sh", "-c", "echo 1 > {run}/a.pt"]
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    ended = ran(["unshare", "-rm", "sh", "-c", script, "sh", *words], env=environment, cwd=ROOT)
+    assert ended.returncode == 2 and not ended.stdout, ended
+    assert ended.stderr.startswith("error[io]: cannot write temporary files to") and "TMPDIR" in ended.stderr, ended
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.ENOENT, errno.EROFS])
+@pytest.mark.parametrize("folder", ["/tmp/odd", None])
+def test_only_errors_of_temporary_files_are_said_to_be_theirs(
+    number: int, folder: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    for names in ((), ("/tmp/odd/a",), ("/usr/b", None, "/tmp/odd/a"), ("/usr/b",)):
+        is_theirs = folder is None or names != ("/usr/b",)
+        with pytest.raises(FileProblem if is_theirs else OSError) as caught, temporary_files():
+            raise OSError(number, os.strerror(number), *names)
+        assert isinstance(caught.value, FileProblem) == is_theirs
+        assert not is_theirs or ("TMPDIR" in caught.value.fix and "/usr/b" not in str(caught.value))
 
 
 # Errors that come late ------------------------------------------------------------------------------------------------

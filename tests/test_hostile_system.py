@@ -168,6 +168,15 @@ main()
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
 
 
+def test_how_git_ended_is_known_where_the_signal_of_children_is_ignored(model: Path) -> None:
+    words = [*PROGRAM, "git-check", "in.pt"]
+    plain, ignored = (
+        ran(words, cwd=model.parent, preexec_fn=lambda how=how: signal.signal(signal.SIGCHLD, how))
+        for how in (signal.SIG_DFL, signal.SIG_IGN)
+    )
+    assert (ignored.returncode, ignored.stdout, ignored.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+
+
 # Several at once ------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from ckptool.analysis.values import ValueDifference, change_of, compare_values
-from ckptool.analysis.words import PathFact, type_name, value_json
+from ckptool.analysis.words import PathFact, type_name
 from ckptool.checkpoint import Composite, Data, InlineBytes, StorageRef, Tensor, TensorEntry
 from ckptool.checkpoint.compare import same_bytes
 from ckptool.checkpoint.dtypes import DType
@@ -27,7 +27,7 @@ from ckptool.conventions.state_dicts import bare, without_wrappers
 from ckptool.errors import Conflict
 from ckptool.facts import LIVE, Bytes, Unit, dataclass
 from ckptool.pickles.encode import in_python_3
-from ckptool.pickles.plain import expand, summary
+from ckptool.pickles.plain import expand, summary, to_json
 
 Chosen = dict[Any, tuple[Path, Any]]
 ARRAY = "numpy array"
@@ -68,7 +68,7 @@ def topmost(trees: Iterable[Any], only: Collection[str], as_bare: bool = False) 
 def _aspects_json(aspects: Aspects) -> dict[str, Any]:
     def side(name: str, value: Any) -> Any:
         if name == "value":
-            return value_json(value)
+            return to_json(value)
         if isinstance(value, (tuple, list)):
             return list(value)
         return value if value is None or isinstance(value, (bool, str)) else str(value)

@@ -14,7 +14,7 @@ from ckptool.analysis import words
 from ckptool.analysis.findings import runnable
 from ckptool.analysis.outline import LINES, Branch, MemoryNeeds, memory_needs, overview
 from ckptool.analysis.quantization import quantized_notes
-from ckptool.analysis.words import Json, PathFact, type_name, value_json, value_text
+from ckptool.analysis.words import Json, PathFact, type_name, value_text
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import SCALARS, no_collection
@@ -30,7 +30,7 @@ from ckptool.formats import named
 from ckptool.formats.members import all_uses, unjudged
 from ckptool.formats.model_folder import ADAPTER, config_beside
 from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes
-from ckptool.pickles.plain import is_one_line
+from ckptool.pickles.plain import is_one_line, to_json
 from ckptool.pickles.weights_only import takes, weights_only
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Listing(Report):
     roots: Annotated[tuple[StateDict, ...], LIVE]
     tensor_bytes: Bytes
     storages: int
-    metadata: Annotated[dict[str, Any], Unit(json=value_json, schema={"type": "object"})]
+    metadata: Annotated[dict[str, Any], Unit(json=to_json, schema={"type": "object"})]
     tensors: Annotated[tuple[TensorRow, ...], Unit(json=_rows_json, schema=words.several(_ROW))]
     entries: Annotated[tuple[EntryRow, ...], Unit(json=_entries_json, schema=words.several(_ENTRY))]
     unlisted: int

@@ -14,6 +14,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import Path, segment_text
 from ckptool.errors import printable
 from ckptool.facts import Unit, dataclass
+from ckptool.pickles.plain import plain, summary, to_json
 
 if TYPE_CHECKING:
     from ckptool.analysis.inspect import PartSummary
@@ -35,8 +36,6 @@ def value_text(value: Any, width: int | None = 60) -> str:
     """A value of a file in one line. Small dictionaries are written out."""
     if value is None or type(value) in (bool, float) or (type(value) is int and value.bit_length() < 1024):
         return str(value)
-    from ckptool.pickles.plain import plain, summary
-
     if isinstance(value, Object):
         value = plain(value)
     if width is not None and isinstance(value, dict) and 0 < len(value) <= 8:
@@ -68,16 +67,7 @@ def type_name(value: Any) -> str:
 
 def path_json(path: Path) -> list[Any]:
     """A path as a list: texts and integers as they are, other keys as texts."""
-    from ckptool.pickles.plain import summary
-
     return [segment if type(segment) in (str, int) else summary(segment, 1_000) for segment in path]
-
-
-def value_json(value: Any) -> Any:
-    """A value as JSON can say it, bounded; see `pickles.plain.to_json`."""
-    from ckptool.pickles.plain import to_json
-
-    return to_json(value)
 
 
 def tensor_json(tensor: Tensor, storage: int | None = None) -> Json:
@@ -129,7 +119,7 @@ TENSOR = {
 }
 TENSOR_ALSO = {"kind": TEXT, "conj": TRUE, "neg": TRUE, "requires_grad": TRUE, "parameter": TRUE}
 PathFact = Annotated[Path, Unit(json=path_json, schema=PATH)]
-Value = Annotated[Any, Unit(json=value_json, schema={}, about=SAID)]
+Value = Annotated[Any, Unit(json=to_json, schema={}, about=SAID)]
 
 
 _LAST_NUMBER = re.compile(r"(.*?)(?<!\d)(0|[1-9][0-9]{0,17})([^0-9]*)", re.DOTALL)  # 007 is a name
@@ -164,12 +154,14 @@ class _NamePiece:
     def text(self) -> str:
         if len(self.middles) == 1:
             return _escaped(self.choices[0])
-        alternatives = list[str]() if self.numbers else [_escaped(name, r"\\{},") for name in self.middles]
+        part = self.middles[0][: self.middles[0].rfind("/") + 1]  # of the file
+        begin = len(part) if all(name.startswith(part) for name in self.middles) else 0
+        alternatives = [] if self.numbers else [_escaped(name[begin:], r"\\{},") for name in self.middles]
         numbers = self.middles if self.numbers else ()
         for _, run in groupby(enumerate(numbers), key=lambda item: int(item[1]) - item[0]):
             texts = [text for _, text in run]  # which follow each other
             alternatives += [f"{texts[0]}..{texts[-1]}"] if len(texts) >= 3 else texts
-        return f"{_escaped(self.before)}{{{', '.join(alternatives)}}}{_escaped(self.after)}"
+        return f"{_escaped(self.before + part[:begin])}{{{', '.join(alternatives)}}}{_escaped(self.after)}"
 
 
 _Row = tuple[_NamePiece, ...]

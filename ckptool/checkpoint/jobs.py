@@ -43,8 +43,8 @@ def checked_jobs(jobs: Jobs) -> Jobs:
 
 
 def stop(number: int, frame: object) -> NoReturn:
-    """Exits by an exception, so that temporary files are removed on the way."""
-    raise SystemExit(128 + number)
+    """Ends by an exception, so that temporary files are removed on the way."""
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def deliver_signal_again(unraisable: Any) -> None:

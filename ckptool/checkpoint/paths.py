@@ -9,8 +9,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count, islice
 from types import MappingProxyType
 from typing import NoReturn
@@ -117,6 +117,26 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
                 why = f"{why[:-1]}; did you mean {close[0]}?"
             fix = f"Look at what is there: {other_program('ls', os.fsdecode(folder))}"
     return kind(f"cannot {doing} {name}: {reason}", why, fix).about(number, path)
+
+
+@contextmanager
+def temporary_files() -> Iterator[None]:
+    """Raises `FileProblem` in place of the system's error where there is no folder for temporary files, or no room in
+    it."""
+    import tempfile
+
+    try:
+        yield
+    except OSError as error:
+        places, folder = [place for place in (error.filename, error.filename2) if place], tempfile.tempdir
+        is_elsewhere = folder and places and not any(str(place).startswith(folder) for place in places)
+        if isinstance(error, CkptoolError) or is_elsewhere:
+            raise
+        problem: CkptoolError = FileProblem("there is no folder for temporary files", "None can be written to.")
+        if folder is not None:
+            problem = file_problem(error, folder, "write temporary files to")
+        problem.fix = "Make room there, or set TMPDIR to another folder."
+        raise problem from error
 
 
 def absolute(path: str | os.PathLike[str]) -> str:

@@ -76,9 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = 2
     if _stopped_by:
         code = 128 + _stopped_by[0]
+        tell("interrupted\n" if code == INTERRUPTED else "")
         _stopped_by.clear()
-        if code == INTERRUPTED:
-            tell("interrupted\n")
     if arguments is None:
         os._exit(code)  # at once: taking a large tree apart takes as long as building it
     return code
@@ -293,8 +292,6 @@ _stopped_by: list[int] = []  # noted, since modules that are half imported drop 
 
 def _stop(number: int, frame: object) -> NoReturn:
     _stopped_by.append(number)
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
     stop(number, frame)
 
 
@@ -307,6 +304,7 @@ def _as_program() -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the help has letters that not every encoding has
     sys.unraisablehook = deliver_signal_again
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it is not told how git ended
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
             signal.signal(number, _stop)

@@ -21,7 +21,7 @@ from ckptool.checkpoint import Note
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, unchanged
 from ckptool.checkpoint.jobs import signals_held
-from ckptool.checkpoint.paths import foreign, named_urls
+from ckptool.checkpoint.paths import foreign, named_urls, temporary_files
 from ckptool.checkpoint.remote import file_system, forget, is_kind, is_web
 from ckptool.commands import FILE, arg
 from ckptool.errors import (
@@ -97,7 +97,8 @@ def upload(
     url, names = named_urls(url), () if set(plan.files) == {""} else tuple(plan.files)
     check_upload(url, overwrite=overwrite, names=names)
     name, size, tell = "" if names else posixpath.basename(url), plan.nbytes, progress or (lambda done, total: None)
-    local = os.path.join(tempfile.gettempdir(), "ckptool")
+    with temporary_files():
+        local = os.path.join(tempfile.gettempdir(), "ckptool")
     folder = NewFolder(local)  # which removes what killed runs left
     try:
         try:

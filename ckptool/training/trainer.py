@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptool.checkpoint.paths import absolute
+from ckptool.checkpoint.paths import absolute, temporary_files
 from ckptool.commands import arg, command
 from ckptool.errors import Corrupt, UsageError, counted, listed, printable
 from ckptool.training import CHANGED, CONFIG, configfile, optim, run_folder
@@ -526,6 +526,7 @@ def rehearse(config: Config) -> Rehearsal:
     Raises what would stop a run, `Corrupt` where the files differ.
     """
     with (
+        temporary_files(),
         tempfile.TemporaryDirectory(prefix="ckptool-dry-run-") as folder,
         name_culprits(),
         deterministic(config.deterministic),

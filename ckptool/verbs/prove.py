@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+from ckptool.checkpoint.paths import temporary_files
 from ckptool.commands import Watched, arg, argument, option, several, verb
 from ckptool.errors import UsageError
 from ckptool.formats import PathLike
@@ -52,7 +53,7 @@ def prove(
         raise UsageError("prove was given neither a configuration nor a command")
     from ckptool.training.prove import prove_command
 
-    with TemporaryDirectory(prefix="ckptool-config-") as folder:
+    with temporary_files(), TemporaryDirectory(prefix="ckptool-config-") as folder:
         if config is not None:
             check_harness()
             from ckptool.training import configfile

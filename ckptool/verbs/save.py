@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, cast
 from ckptool import formats
 from ckptool.checkpoint import Checkpoint, FileRange
 from ckptool.checkpoint.graph import no_collection
+from ckptool.checkpoint.paths import temporary_files
 from ckptool.checkpoint.tree import map_storages, storages
 from ckptool.commands import FILE, OUT, command
 from ckptool.conventions.state_dicts import INNER_WRAPPERS, WEIGHTS, StateDict
@@ -43,7 +44,7 @@ def save(
         from shutil import copyfileobj
         from tempfile import TemporaryDirectory
 
-        with TemporaryDirectory(prefix="ckptool-") as folder:
+        with temporary_files(), TemporaryDirectory(prefix="ckptool-") as folder:
             temporary, file = os.path.join(folder, "checkpoint"), cast(Any, path)
             save(tree, temporary, container=container or formats.DEFAULT, keep_unknown=keep_unknown)
             try:

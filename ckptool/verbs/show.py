@@ -21,6 +21,7 @@ from ckptool.commands import arg, command, option, verb
 from ckptool.errors import UsageError, counted, listed
 from ckptool.facts import LIVE, Report, Told, Unit, Verbatim, bold, dataclass, replace, size
 from ckptool.formats import open_file
+from ckptool.pickles.plain import is_one_line, plain
 from ckptool.verbs._options import At, File
 
 LINES = 1_000
@@ -97,8 +98,6 @@ class Shown(Report):
 def _value_lines(value: Any, limit: int | None, sibling_limit: int | None = None) -> Iterator[str]:
     """A plain value, with everything below it; with a limit, that many lines, and of a text of many lines its size.
     sibling_limit: how many siblings with tensors are shown, such as an optimizer's states of its parameters."""
-    from ckptool.pickles.plain import is_one_line, plain
-
     value = plain(value)
     if isinstance(value, str):
         yield Verbatim(value)

@@ -15,8 +15,29 @@ PIECES = st.one_of(
         ["0", "1", "2", "3", "4", "10", "01", "w", "b", "conv1", "conv2", "conv3", "", "{", "}", ",", ", ", "a, b"]
     ),
     st.sampled_from(
-        ["0..2", "{0..2}", "\\", "\\{", " ", "1 ", "ß", "٣", "²", "\n", "9" * 30, "\ud800", "=>", "x2y3", "*"]
+        [
+            "0..2",
+            "{0..2}",
+            "\\",
+            "\\{",
+            " ",
+            "1 ",
+            "ß",
+            "٣",
+            "²",
+            "\n",
+            "9" * 30,
+            "\ud800",
+            "=>",
+            "x2y3",
+            "*",
+            "m/w",
+            "m/b",
+            "m/n/w",
+            "/",
+        ]
     ),
+    st.sampled_from(["m/w", "m/b", "m/n/w", "/"]),
     st.text(max_size=4),
 )
 KEYS = st.lists(st.lists(PIECES, max_size=4).map(".".join), max_size=30)
@@ -31,6 +52,12 @@ def test_a_group_is_exactly_its_keys(keys: list[str]) -> None:
     found = [key for group in groups for key in group.keys]
     assert len(found) == len(set(found)) and set(found) == set(keys)
     assert groups == grouped(keys)
+
+
+def test_the_part_of_the_file_stands_once() -> None:
+    keys = [f"model/{name}.{kind}" for name in ("q", "k", "v") for kind in ("weight", "bias")]
+    assert [group.text for group in grouped(keys)] == ["model/{q, k, v}.{weight, bias}"]
+    assert [group.text for group in grouped(["model/q.w", "ema/q.w"])] == ["{model/q, ema/q}.w"]
 
 
 @given(DENSE)

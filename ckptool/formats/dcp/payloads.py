@@ -25,12 +25,21 @@ from math import prod
 from struct import Struct
 from typing import Any, cast
 
-from ckptool.checkpoint import Checkpoint, Computed, FileRange, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import (
+    Checkpoint,
+    Composite,
+    Computed,
+    FileRange,
+    InlineBytes,
+    Storage,
+    TensorEntry,
+    row_major_strides,
+)
 from ckptool.checkpoint.blocks import verify
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Folder, Part, Source
 from ckptool.checkpoint.nodes import brief
-from ckptool.checkpoint.paths import file_problem
+from ckptool.checkpoint.paths import temporary_files
 from ckptool.checkpoint.tree import map_storages
 from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Truncated, Unsupported, listed
 from ckptool.facts import dataclass, field, replace
@@ -190,8 +199,15 @@ class Payloads:
         return pieces
 
     def fitting(self, name: str, chunk: Chunk, dtype: DType, value: Any) -> TensorEntry | Stored:
-        """The value at a chunk's place, as it is. Raises `Corrupt` where it is not what the table says."""
+        """The value at a chunk's place, as it is. Raises `Corrupt` where it is not what the table says, `Unsupported`
+        for a quantized tensor."""
         like = value.like if isinstance(value, Stored) else value
+        if isinstance(like, Composite) and (like.shape, like.dtype) == (chunk.sizes, dtype):
+            what = f"{self.folder}: {name} is a {like.kind} tensor, and these are not joined here"
+            fix = (
+                "With torch: torch.distributed.checkpoint.load into a state dict that has such a tensor, and save that."
+            )
+            raise Unsupported(what, "Its parts are more than values and a shape.", fix)
         if not isinstance(like, TensorEntry) or (like.shape, like.dtype) != (chunk.sizes, dtype):
             claim = f"the chunk of {name} at {list(chunk.offsets)} should be {dtype}{list(chunk.sizes)}"
             what = f"{self.folder}: {claim}, the file of {owner_of(chunk.place.relative_path)} has {brief(like, 100)}"
@@ -357,7 +373,7 @@ def inflate(part: Part, limit: int) -> Checkpoint:
     decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
     reader = decompressor.stream_reader(cast(Any, _CompressedPart(part)), read_size=1 << 16, read_across_frames=True)
     try:
-        with tempfile.TemporaryFile() as file:
+        with temporary_files(), tempfile.TemporaryFile() as file:
             while data := reader.read(1 << 18):
                 if file.tell() + len(data) > limit:
                     what = f"{part} inflates to more than {limit:,} bytes"
@@ -368,8 +384,6 @@ def inflate(part: Part, limit: int) -> Checkpoint:
     except zstandard.ZstdError as error:
         what = f"{part} cannot be inflated: {error!s}"
         raise Corrupt(what, "It was damaged, or is not compressed with zstd the way torch does it.") from None
-    except OSError as error:
-        raise file_problem(error, tempfile.gettempdir(), "write") from error
     try:
         checkpoint = torch_zip.read(source)
     except Truncated as error:

@@ -64,16 +64,16 @@ def prove_command(command: Sequence[str], *, kills: int, seed: int, timeout: flo
     if shutil.which(command[0]) is None:
         raise UsageError(f"there is no program {command[0]}", "", "Give the command as you would type it.")
     folder = os.path.realpath(tempfile.mkdtemp(prefix="ckptool-prove-"))
-    runs = CommandRuns(command, folder, random.Random(seed), timeout, say)
-    proof = runs.proof
+    is_kept = False
     try:
+        runs = CommandRuns(command, folder, random.Random(seed), timeout, say)
         runs.prove(kills)
-        if proof.unstable or proof.exit() == 1:
-            proof.kept = folder
+        is_kept = bool(runs.proof.unstable) or runs.proof.exit() == 1
+        runs.proof.kept = folder if is_kept else ""
+        return runs.proof
     finally:
-        if not proof.kept:
+        if not is_kept:
             shutil.rmtree(folder, ignore_errors=True)
-    return proof
 
 
 class CommandRuns:
@@ -399,7 +399,8 @@ class Watch:
 
     def __init__(self, run: str, tools: str) -> None:
         self.run, self.path, self.library = run, os.path.join(tools, "events"), compiled(tools)
-        self.page: Any = numpy.memmap(self.path, _PAGE, "w+", shape=())
+        Path(self.path).write_bytes(bytes(_PAGE.itemsize))  # on a disk that is full, mapping what is not there kills
+        self.page: Any = numpy.memmap(self.path, _PAGE, "r+", shape=())
         self.min_size = 0  # log2 of the bytes of a write that counts: one of a checkpoint, not of a log
 
     @property
