@@ -40,7 +40,7 @@ def git(*words: str, ok: Collection[int] = (0,), at: str | None = None) -> str |
     try:
         process = subprocess.run(["git", *words], stdin=subprocess.DEVNULL, capture_output=True, cwd=at, check=False)
     except OSError as error:
-        fix = "Install git." if isinstance(error, FileNotFoundError) else "Look at the limits: ulimit -a"
+        fix = "Install git." if isinstance(error, FileNotFoundError) else ""
         raise FileProblem("git could not be started", error.strerror or "", fix) from error
     if process.returncode not in ok:
         message = os.fsdecode(process.stderr).strip().partition("\n")[0]
