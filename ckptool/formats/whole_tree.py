@@ -135,7 +135,7 @@ def pack(checkpoint: Checkpoint) -> Checkpoint:
         if not isinstance(node, TensorEntry) or id(node.storage) in keys:
             continue
         # One whose values in row-major order are all bytes of its storage, and that can be stored.
-        is_whole = not node.offset and 0 < node.nbytes == node.storage.nbytes and not any(node.flags.lazy)
+        is_whole = not node.offset and node.nbytes == node.storage.nbytes and not any(node.flags.lazy)
         is_held = node.dtype.safetensors is not None and (node.dtype.name != "f4_e2m1fn_x2" or bool(node.shape))
         if is_whole and is_held and (node.is_contiguous or in_storage_order(node) is not None):
             is_entry = is_flat and len(path) == 1 and type(path[0]) is str

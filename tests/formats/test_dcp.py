@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 import ckptool
@@ -130,6 +131,17 @@ def test_places_that_overlap_are_not_compared_without_end(tmp_path: Path) -> Non
     found = payloads.Payloads(Folder(tmp_path))
     first, *others = (Place("__0_0.distcp", at, 1 << 18) for at in range(9))
     assert [found.same(first, other) for other in others] == [True] * 4 + [None] * 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_tensor_is_refused_as_such(tmp_path: Path) -> None:
+    saved = {"q": torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.quint8), "w": torch.ones(2)}
+    save_state(saved, checkpoint_id=tmp_path / "a", no_dist=True)
+    empty = {"q": torch.quantize_per_tensor(torch.zeros(2, 2), 0.1, 0, torch.quint8), "w": torch.zeros(2)}
+    load_state(empty, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert empty["q"].equal(saved["q"])  # nothing is damaged
+    with pytest.raises(Unsupported, match="q is a quantized tensor"):
+        ckptool.inspect(tmp_path / "a")
 
 
 def test_tables_of_ranks_that_lack_one(apart: Path) -> None:

@@ -131,6 +131,17 @@ def test_tensors_that_are_keys_come_back(title: str, suffix: str, tmp_path: Path
     assert_same_objects(one, other, storages=False)
 
 
+def test_every_tensor_that_safetensors_can_hold_is_there_for_others(tmp_path: Path) -> None:
+    tensors = {f"{dtype}.{shape}": torch.zeros(shape, dtype=dtype) for shape in [(), (0,), (2, 0, 3), (2, 3)]
+               for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.uint64)}  # fmt: skip
+    torch.save(tensors, tmp_path / "a.pt")
+    ckptool.convert(tmp_path / "a.pt", tmp_path / "a.safetensors", all=True)
+    stock = load_file(tmp_path / "a.safetensors")
+    assert {(name, t.dtype, t.shape) for name, t in stock.items()} == {
+        (n, t.dtype, t.shape) for n, t in tensors.items()
+    }
+
+
 def test_a_pickle_may_have_as_many_opcodes_as_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "FREE_OPCODES", 1_000)
     torch.save({"w": torch.ones(1), 5: list(range(5_000))}, tmp_path / "a.pt")

@@ -25,7 +25,16 @@ from math import prod
 from struct import Struct
 from typing import Any, cast
 
-from ckptool.checkpoint import Checkpoint, Computed, FileRange, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import (
+    Checkpoint,
+    Composite,
+    Computed,
+    FileRange,
+    InlineBytes,
+    Storage,
+    TensorEntry,
+    row_major_strides,
+)
 from ckptool.checkpoint.blocks import verify
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Folder, Part, Source
@@ -190,8 +199,15 @@ class Payloads:
         return pieces
 
     def fitting(self, name: str, chunk: Chunk, dtype: DType, value: Any) -> TensorEntry | Stored:
-        """The value at a chunk's place, as it is. Raises `Corrupt` where it is not what the table says."""
+        """The value at a chunk's place, as it is. Raises `Corrupt` where it is not what the table says, `Unsupported`
+        for a quantized tensor."""
         like = value.like if isinstance(value, Stored) else value
+        if isinstance(like, Composite) and (like.shape, like.dtype) == (chunk.sizes, dtype):
+            what = f"{self.folder}: {name} is a {like.kind} tensor, and these are not joined here"
+            fix = (
+                "With torch: torch.distributed.checkpoint.load into a state dict that has such a tensor, and save that."
+            )
+            raise Unsupported(what, "Its parts are more than values and a shape.", fix)
         if not isinstance(like, TensorEntry) or (like.shape, like.dtype) != (chunk.sizes, dtype):
             claim = f"the chunk of {name} at {list(chunk.offsets)} should be {dtype}{list(chunk.sizes)}"
             what = f"{self.folder}: {claim}, the file of {owner_of(chunk.place.relative_path)} has {brief(like, 100)}"
