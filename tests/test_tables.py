@@ -125,3 +125,17 @@ def test_the_order_of_the_rooms() -> None:
     assert [{*re.findall(r"\w+", layer)} for layer in said.split("<")] == [
         {*re.findall(r"\w+", layer)} for layer in reversed(layers)
     ]
+
+
+def test_what_it_was_tried_with_is_what_the_engines_have() -> None:
+    pins = (HOME / "constraints-engines.txt").read_text(encoding="utf-8").lower()
+    tried = r"(lightning|transformers|accelerate|torchdata|picklescan|modelscan|fickling) (\d+\.\d+\.\d+)"
+    found = re.findall(tried, (PAGES["own-loop.md"] + PAGES["safety.md"]).lower())
+    assert len(found) == 7 and all(f"\n{name}=={version}\n" in pins for name, version in found), found
+
+
+def test_the_speed_table_of_the_readme_is_a_part_of_the_whole_one() -> None:
+    whole = [" ".join(row) for row in rows("speed.md", "work")]
+    for name, *cells in rows("README.md", "work"):
+        numbers = [cell.strip("| ×") for cell in cells]
+        assert [row for row in whole if all(number in row for number in numbers)], name

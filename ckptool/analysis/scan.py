@@ -19,7 +19,7 @@ from ckptool.checkpoint import FileRange, PartOf
 from ckptool.checkpoint.files import Folder, Source, entries_of, folder_at, open_input, size_at
 from ckptool.checkpoint.jobs import Jobs
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.paths import is_url, named_urls
+from ckptool.checkpoint.paths import is_url, may_exist, named_urls
 from ckptool.checkpoint.tree import children
 from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import command, option
@@ -30,6 +30,7 @@ from ckptool.formats import PathLike, marks, members, sharded
 from ckptool.formats.folder import MEMBERS
 from ckptool.formats.layouts import deepspeed, megatron, torch_checkpointing
 from ckptool.formats.members import all_uses, is_pickled
+from ckptool.output.durable import OURS
 from ckptool.pickles.calls import CALLED, CUSTOM, MADE, NAMED
 from ckptool.pickles.decode import reaches_a_call
 
@@ -270,7 +271,8 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
             try:
                 rows.append(task())
             except CkptoolError as error:
-                rows.append(_damaged_row(file, error))
+                if may_exist(file):  # else somebody deleted it meanwhile
+                    rows.append(_damaged_row(file, error))
             except Exception as bug:  # noqa: BLE001 (whatever goes wrong in one file says nothing about the others)
                 what = f"ckptool could not judge it ({type(bug).__name__}: {bug!s})"
                 why = "That is a bug in ckptool; it says nothing about the file."
@@ -336,7 +338,7 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
         subfolders: list[str] = []
         for name, is_folder, is_file in entries:
             path = os.path.join(current, name)
-            if name in claimed:
+            if name in claimed or OURS.fullmatch(name):
                 continue
             if is_folder:
                 if not name.startswith(".") or _is_checkpoint(path):
@@ -360,7 +362,7 @@ def _is_checkpoint(path: str) -> bool:
     except (NotACheckpoint, Unsupported):
         return False
     except CkptoolError:
-        return True  # it is one, and something is wrong with it, which has to be reported
+        return may_exist(path)  # it is one, and something is wrong with it, which has to be reported; or it is gone
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------

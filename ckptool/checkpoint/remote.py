@@ -229,7 +229,10 @@ def _denied(url: str, message: str) -> CkptoolError:
 
 
 def _no_ranges(url: str, why: str) -> CkptoolError:
-    fix = f"Download it, and name the file: {other_program('curl -LO', url)}"
+    name = os.path.basename(url.partition("?")[0]) or "checkpoint"
+    while os.path.lexists(name):  # which curl would replace
+        name += ".new"
+    fix = f"Download it, and name the file: {other_program('curl -Lo', name, url)}"
     return Unsupported(f"{url}: its server does not support range requests", why, fix)
 
 

@@ -131,8 +131,9 @@ def in_folders(values: dict[str, Any], where: str = "") -> dict[str, Any]:
 
 
 def _unpack(source: Source) -> str:
-    program = "tar xf" if torch_tar.is_tar(source.read(0, min(HEAD, source.size))) else "unzip"
-    return f"Unpack it, and name the file: {other_program(program, source.path)}"
+    is_tar = torch_tar.is_tar(source.read(0, min(HEAD, source.size)))
+    words = ("tar xkf",) if is_tar else ("unzip -d", f"{source.path}.unpacked")  # neither replaces a file
+    return f"Unpack it, and name the file: {other_program(*words, source.path)}"
 
 
 # The files -----------------------------------------------------------------------------------------------------------

@@ -92,8 +92,9 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         if match := re.match(pattern, head, re.DOTALL):
             detail = " ".join(match[1].decode("utf-8", "replace").split()) if match.re.groups else ""
             advice, colon, program = fix.partition(": ")
-            unpacked = re.sub(r"\.(?:gz|bz2|xz|zst|lz4)$", "", source.path)
-            out = unpacked if unpacked != source.path else f"{unpacked}.unpacked"
+            out = re.sub(r"\.(?:gz|bz2|xz|zst|lz4)$", "", source.path)
+            while out == source.path or os.path.lexists(out):  # which `>` would replace
+                out += ".unpacked"
             files = () if program.startswith("git") else (source.path,)
             how = other_program(program, *files, into=out if program.endswith("-dc") else "") if program else ""
             return error(f"{source} is {what.format(detail)}", why, f"{advice}{colon}{how}")

@@ -211,7 +211,7 @@ def check_space(needed: int, target: str) -> None:
 
 
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_OURS = re.compile(r"\.ckptool-[0-9a-f]{16}-[0-9a-f]{16}\.tmp")
+OURS = re.compile(r"\.ckptool-[0-9a-f]{16}-[0-9a-f]{16}\.tmp")  # the names of temporary files and folders
 
 
 def folder_of(target: str) -> str:
@@ -267,7 +267,7 @@ def _lock(fd: int) -> bool | None:
 def sweep_folder(folder: str) -> None:
     """Removes what killed runs left in a folder, for whatever target: only what has one of our names and no lock."""
     try:
-        names = [name for name in os.listdir(folder) if _OURS.fullmatch(name)]
+        names = [name for name in os.listdir(folder) if OURS.fullmatch(name)]
     except OSError:
         return  # a folder that may be written to but not listed
     for name in names:

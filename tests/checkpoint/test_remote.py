@@ -271,6 +271,14 @@ def test_headers_that_make_no_sense_are_refused(files: Path, header: str) -> Non
             ckptool.inspect(f"{server.url}model.pt")
 
 
+def test_a_download_that_is_advised_replaces_no_file(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    liar = type("Liar", (RangeHandler,), {"more": {"Content-Encoding": "gzip"}})
+    with RangeServer(files, handler=liar) as server, pytest.raises(Unsupported) as caught:
+        ckptool.inspect(f"{server.url}model.pt")
+    assert f"curl -Lo model.pt.new {server.url}model.pt" in str(caught.value.fix)
+
+
 def test_a_table_that_is_larger_than_all_that_is_kept(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors", {"long": "x" * (remote.KEPT + remote.END)})
     with RangeServer(tmp_path) as server:

@@ -231,6 +231,7 @@ def test_a_shell_runs_the_commands_whatever_the_name(
     cut = saved({**wrapped(), "large": torch.ones(5000)}, tmp_path / f"{name}.cut.pt")
     os.truncate(cut, os.path.getsize(cut) - 5000)
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress(b"inside"))
+    before = (tmp_path / name).read_bytes()
     names = {name: ["strip-module"], f"{name}.cut.pt": ["recover"], f"{name}.gz": ["gzip"]}
     program = f"{programs() / 'ckptool'} "
     monkeypatch.chdir(tmp_path)
@@ -242,6 +243,7 @@ def test_a_shell_runs_the_commands_whatever_the_name(
             line = fix.replace("ckptool ", program, 1) if fix.startswith("ckptool ") else fix
             ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
             assert ended.returncode == (1 if "recover" in fix else 0), (fix, ended.stderr)
+        assert (tmp_path / name).read_bytes() == before, "no command replaces what is there"
     assert sum(".fixed" in file for file in os.listdir(tmp_path)) == 2, "those of strip-module and recover"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.analysis import scan as module
+from ckptool.output.durable import hidden_name
 from tests.support.cli import Run
 from tests.support.files import saved, weights
 from tests.support.looped import looped
@@ -54,6 +57,38 @@ def some_folder(tmp_path: Path) -> Path:
     (folder / "notes.txt").write_text("text")
     (folder / ".hidden.pt").write_text("not looked at")
     return folder
+
+
+@pytest.mark.parametrize("victim", ["b.pt", "rest", ".rest", "b.pkl"])
+def test_what_is_gone_by_the_time_it_is_read_is_no_error(
+    victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prune deletes, and a file is written under another name first."""
+    checkpoint(tmp_path / "a.pt", 3)
+    if victim.startswith("b"):
+        torch.save({"w": torch.ones(2)}, tmp_path / victim, _use_new_zipfile_serialization=victim != "b.pkl")
+    else:
+        ckptool.convert(tmp_path / "a.pt", tmp_path / victim, container="sharded")
+    real = module.entries_of
+
+    def emptied(folder: str) -> Any:
+        found = real(folder)
+        shutil.rmtree(tmp_path / victim, ignore_errors=True)
+        (tmp_path / victim).unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(module, "entries_of", emptied)
+    found = ckptool.scan(tmp_path)
+    assert [Path(file.path).name for file in found.files] == ["a.pt"] and found.latest is not None
+
+
+def test_temporary_files_and_folders_are_nobodys_newest(tmp_path: Path) -> None:
+    old = checkpoint(tmp_path / "a.pt", 1)
+    new = ckptool.convert(checkpoint(tmp_path / "b.pt", 9), tmp_path / "ranks.dcp")
+    (tmp_path / "b.pt").rename(hidden_name(str(tmp_path / "b.pt")))
+    Path(new.output).rename(hidden_name(new.output))
+    found = ckptool.scan(tmp_path)
+    assert [file.path for file in found.files] == [str(old)] and found.latest is found.files[0]
 
 
 def test_a_folder_is_listed_with_states_steps_and_sizes(some_folder: Path) -> None:

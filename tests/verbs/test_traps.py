@@ -314,6 +314,8 @@ def test_what_every_verb_rewrites_is_what_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("verb", VERBS)
-def test_thousands_of_graphs_through_each_verb(verb: str, tmp_path: Path) -> None:
-    for graph in filter(None, map(saved_graph, range(1_000, 6_000))):
+def test_a_thousand_graphs_through_each_verb(verb: str, tmp_path: Path) -> None:
+    """Others for each, so that together they are many: a minute each, where all through all would be hours."""
+    first = 1_000 * (1 + sorted(VERBS).index(verb))
+    for graph in filter(None, map(saved_graph, range(first, first + 1_000))):
         check(graph, verb, tmp_path)
