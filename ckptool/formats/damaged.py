@@ -240,14 +240,15 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
         why = {record: NO_NAME for record in records if record is not pickle and not _agrees(record, name_alone=True)}
     elif walk is not None:
         archive, records, how, why = walk.archive, walk.records, BY_HEADERS, walk.why
-    proven = archive.headers.has_checksums = any(record.crc for record in records)
+    archive.headers.has_checksums = any(record.crc for record in records)
+    proven = all(record.sum is not None for record in records)
     for record in records:
         record.is_confirmed = True  # as far as it ever will be
     summed = [record for record in records if record not in why]
     for record, total in zip(summed, checksums([record.data for record in summed]), strict=True):
         if isinstance(total, CkptoolError):
             why[record] = total.what
-        elif proven and total != record.crc:
+        elif record.sum not in (None, total):
             why[record] = DAMAGED
     by_name: dict[str, Record] = {}
     for record in records:  # the same bytes are one record; of others nobody can tell which is meant

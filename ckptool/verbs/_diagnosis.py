@@ -120,7 +120,7 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
                 take = command("convert", FILE, part=True, out=OUT_PT)
                 reason = replace(reason, advice=advice, advised=(take,), says="")
             elif reason.code != PART:
-                reason = replace(reason, commands=())
+                reason = replace(reason, commands=(), advised=(), advice="")
             findings += [reason] if reason.code != FOLDER else []
     elif any(not reason.commands for reason in damage) or (
         any(note.code == UNSAFE for note in contents.notes) and not any(e.inert and e.commands for e in findings)

@@ -256,3 +256,18 @@ def test_many_views_of_one_storage_are_written_once_each(ranks: int, tmp_path: P
     dcp_to_torch_save(folder, tmp_path / "torch.pt")
     theirs = torch.load(tmp_path / "torch.pt", weights_only=True)
     assert all(torch.equal(theirs[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("depth", range(3))
+def test_what_contains_itself_is_left_out_by_the_command_that_says_so(depth: int, tmp_path: Path) -> None:
+    ring: list[Any] = [torch.ones(1)]
+    inner: Any = ring
+    for _ in range(depth):
+        inner = [torch.zeros(1), inner]
+    ring.append(inner)
+    file = saved({"a": {"kept": torch.ones(2), "ring": ring}}, tmp_path / "m.pt")
+    error = refused("conflict", tmp_path, lambda: ckptool.convert(file, tmp_path / "m.dcp"), "contains itself")
+    (command,) = error.fix.commands
+    assert command[1:] == ("edit", "FILE", "--drop", "a/ring", "-o", "OUT")
+    ckptool.edit(file, tmp_path / "left.pt", drop="a/ring")
+    ckptool.convert(tmp_path / "left.pt", tmp_path / "m.dcp")

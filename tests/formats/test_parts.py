@@ -16,7 +16,8 @@ from ckptool.commands import VERBS
 from ckptool.errors import OnlyAPart
 from tests.support.cli import Run
 from tests.support.deepspeed_folders import write_zero
-from tests.support.files import contents
+from tests.support.files import contents, saved
+from tests.support.looped import looped
 from tests.support.part_files import (
     DISTRIBUTED,
     FOLDERS,
@@ -145,6 +146,14 @@ def test_a_cut_file_of_placeholders_is_not_recovered_as_weights(tmp_path: Path) 
     assert not (tmp_path / "out.safetensors").exists()
     ckptool.recover(path, tmp_path / "out.pt")
     assert ckptool.open(tmp_path / "out.pt").part.label == "weights without values"
+
+
+@looped("kind", KINDS)
+def test_doctor_advises_nothing_that_refuses_a_part(kind: str, ranks: Path, tmp_path: Path) -> None:
+    saved(random_weights("other.weight"), target := tmp_path / "other.pt")
+    (folder := tmp_path / "part").mkdir()
+    advice = [finding.advice for finding in ckptool.doctor(made(kind, folder, ranks)[0], against=target).findings]
+    assert not [each for each in advice if "ckptool.load(" in each or "warm-start" in each]
 
 
 def test_every_command_is_judged() -> None:

@@ -131,8 +131,9 @@ def test_what_torch_leaves_to_be_filled_in_has_no_checksums(tmp_path: Path) -> N
     assert_same_objects(tree, torch.load(file), storages=False)
     assert_same_objects(tree, ckptool.load(file, mmap=False), storages=False)
     assert "no-checksums" in {note.code for note in ckptool.inspect(file).notes}
-    checked = ckptool.verify(file)
-    assert checked.fine and checked.checksums == "some"
+    checked, recovered = ckptool.verify(file), ckptool.recover(file, out)
+    assert checked.fine and checked.checksums == "some" and not (recovered.lost or recovered.proven)
+    assert_same_objects(tree, torch.load(out), storages=False)
     for change in (
         lambda: ckptool.convert(file, out, overwrite=True),
         lambda: ckptool.add_module(file, out, overwrite=True),
@@ -147,6 +148,13 @@ def test_what_torch_leaves_to_be_filled_in_has_no_checksums(tmp_path: Path) -> N
     ):
         change()
         assert ckptool.verify(file).fine and torch.equal(torch.load(file)["m"]["module.b"], tree["m"]["b"])
+
+
+def test_data_without_a_byte_has_its_checksum(tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.zeros(0, 4)}, tmp_path / "a.pt")
+    assert ckptool.verify(tmp_path / "a.pt").checksums == "all" and not ckptool.inspect(tmp_path / "a.pt").notes
+    ckptool.add_module(tmp_path / "a.pt", in_place=True)
+    assert ckptool.verify(tmp_path / "a.pt").checksums == "all"
 
 
 @pytest.mark.parametrize("alignment", [1, 4096, 1 << 15, 1 << 16])

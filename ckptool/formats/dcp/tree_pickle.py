@@ -80,10 +80,12 @@ class FlatNames:
                     self.add(inner_path, inner_place, value)
                     continue
                 if id(value) in holders or len(stack) > MAX_DEPTH:
+                    entry = max(at for at, (_, _, level) in enumerate(stack) if not isinstance(level, enumerate))
+                    drop = escape(address(inner_place[: entry + 1]))  # no element of a list
                     raise Conflict(
                         f"{address(inner_place)} contains itself",
                         "Its names would never end. Nothing was written.",
-                        f"Leave it out first: {command('edit', FILE, drop=escape(address(inner_place)), out=OUT)}",
+                        f"Leave it out first: {command('edit', FILE, drop=drop, out=OUT)}",
                     )
                 self.hold(value, inner_place)
                 holders.append(id(value))

@@ -147,7 +147,7 @@ class Record:
     def sum(self) -> int | None:
         """Its checksum; None where the archive has none, or none of what torch's `skip_data` leaves to be filled in."""
         headers = self.headers
-        is_stored = headers.has_checksums and (headers.has_data_sums or DATA not in self.name)
+        is_stored = headers.has_checksums and (headers.has_data_sums or not self.size or DATA not in self.name)
         return self.crc if is_stored else None
 
     @property
