@@ -17,6 +17,7 @@ from torch import nn
 
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Truncated, Unsupported
 from ckptool.formats import read
+from ckptool.formats.unrecognized import OtherProgram
 from tests.support.errors import unreadable
 from tests.support.files import torch_bytes, written
 from tests.support.looped import looped
@@ -65,6 +66,7 @@ OTHER_MODELS = {
     "TVM": struct.pack("<QQQ", 0xF7E58D4F05049CB7, 0, 1) + bytes(20),
     "fastText": struct.pack("<ii", 793712314, 12) + bytes(20),
     "Core ML": struct.pack("<II", 1, 2).ljust(64, b"\0") + struct.pack("<II", 0xDEADBEEF, 1) + bytes(60),
+    "SentencePiece": b"\x0a\x0e\x0a\x05<unk>\x15\0\0\0\0\x18\x02" + bytes(20),
     "fairseq or Megatron": b"MMIDIDX\0\0" + bytes(20),
 }
 OID = "sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393"
@@ -90,10 +92,10 @@ TOLD: list[tuple[bytes, type[CkptoolError], tuple[str, ...]]] = [
     *((data, NotACheckpoint, ("JSON",)) for data in (b"[1, 2, 3]", b'{"a": NaN}', b"{", b"{}", b"[" * 400)),
     (b"7z\xbc\xaf\x27\x1c\0\x04" + bytes(100), Unsupported, ("7-Zip", "scanners")),
     (b"Rar!\x1a\x07\x01\0" + bytes(100), Unsupported, ("RAR", "scanners")),
-    *((data, Unsupported, (name,)) for name, data in OTHER_MODELS.items()),
+    *((data, OtherProgram, (name,)) for name, data in OTHER_MODELS.items()),
     (plain_tar(), Unsupported, ("tar archive", "tar tf")),
     # the first bytes of torch.onnx.export
-    (b"\x08\x07\x12\x07pytorch\x1a\x031.9:\xba\x01\n\x16\n\x07input.1\x12\x016" + bytes(200), Unsupported, ("ONNX",)),
+    (b"\x08\x07\x12\x07pytorch\x1a\x031.9:\xba\x01\n\x16\n\x07input.1\x12\x016" + bytes(200), OtherProgram, ("ONNX",)),
     *((magic + bytes(200), NotACheckpoint, (name, "whatever its name says")) for magic, name in (
         (b"\x89PNG\r\n\x1a\n", "PNG"), (b"\x7fELF\x02\x01", "ELF"), (b"%PDF-1.7", "PDF"),
         (b"\xff\xd8\xff\xe0", "JPEG"), (b"MZ\x90\0", "Windows"))),
@@ -119,7 +121,10 @@ def test_what_is_no_checkpoint_is_named(data: bytes, kind: type[CkptoolError], w
 
 def test_the_data_of_a_data_set_is_told_by_the_index_beside_it(tmp_path: Path) -> None:
     (tmp_path / "train.idx").write_bytes(b"MMIDIDX\0\0")
-    unreadable(written(bytes([1, 200]) * 20, tmp_path / "train.bin"), Unsupported, "fairseq or Megatron")
+    unreadable(written(bytes([1, 200]) * 20, tmp_path / "train.bin"), OtherProgram, "fairseq or Megatron")
+    for name, what in ("openvino_model.xml", "OpenVINO"), ("upscaler.param", "ncnn"):
+        (tmp_path / name).touch()
+        unreadable(written(bytes([1, 200]) * 20, (tmp_path / name).with_suffix(".bin")), OtherProgram, what)
 
 
 class Simple(nn.Module):
