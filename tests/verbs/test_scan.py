@@ -16,10 +16,10 @@ import torch
 import ckptool
 from ckptool.analysis import scan as module
 from ckptool.output.durable import hidden_name
-from tests.formats.test_unrecognized import OTHER_MODELS
 from tests.support.cli import Run
 from tests.support.files import saved, weights, written
 from tests.support.looped import looped
+from tests.support.other_models import OTHER_MODELS
 
 
 class Foreign:
