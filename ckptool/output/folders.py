@@ -245,6 +245,9 @@ def _new_folder(path: str) -> int:
         return opened(path)
     except FileNotFoundError:
         raise FileExistsError(errno.EEXIST, "swept before it was locked", path) from None
+    except OSError:  # no more files may be open, nor one to remove it by
+        os.rmdir(path)
+        raise
 
 
 # The commit ----------------------------------------------------------------------------------------------------------

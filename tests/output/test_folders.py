@@ -191,6 +191,17 @@ def test_a_folder_swept_before_it_is_locked_is_made_again(tmp_path: Path, monkey
     assert not os.path.exists(swept[0]) and contents(target) == NEW and names(tmp_path) == ["out"]
 
 
+def test_a_folder_that_cannot_be_opened_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: str) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    for module in (folders, durable):
+        monkeypatch.setattr(module, "opened", refused)
+    with pytest.raises(FileProblem, match="Too many open files"):
+        replace_folder(Plan({"a.bin": [InlineBytes(b"a")]}), tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
 def test_what_cannot_be_opened_does_not_keep_the_rest_from_being_swept(tmp_path: Path) -> None:
     for number in range(8):
         left = tmp_path / f".ckptool-{number:016x}-{number:016x}.tmp"
