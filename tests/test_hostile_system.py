@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import torch
 
 import ckptool
+from ckptool.checkpoint import files
 from ckptool.errors import CkptoolError, FileChanged, FileProblem
 from ckptool.output import durable
 from tests.support.files import load, saved
@@ -111,6 +113,52 @@ def test_an_input_that_changes_while_it_is_read_is_refused(
         noticed += 1
         assert not list(tmp_path.glob("out*")) and temporaries(tmp_path) == []
     assert noticed >= 3
+
+
+OF_FOLDERS: dict[str, Callable[[Path, Path], object]] = {
+    "convert": lambda folder, out: ckptool.convert(folder, out),
+    "cast": lambda folder, out: ckptool.cast(folder, out, dtype="f64"),
+    "load": lambda folder, out: torch.save(ckptool.load(folder), out),
+    "verify": lambda folder, out: ckptool.verify(folder),
+    "diff": lambda folder, out: ckptool.diff(folder, folder.with_name("1.pt")).changed,
+}
+
+
+@pytest.mark.parametrize("options", [{"container": "sharded", "shard_size": "30KB"}, {"container": "dcp", "ranks": 3}])
+@pytest.mark.parametrize("verb", OF_FOLDERS)
+def test_a_folder_that_is_replaced_while_it_is_read_is_never_mixed(
+    verb: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each opening of a file of it: what comes of that is all of the old one, or of the new, or `FileChanged`."""
+    folder, out, real = tmp_path / "folder", tmp_path / "out.pt", files.open_descriptor
+    for value in (1, 2):
+        torch.save({f"w{n}": torch.full((5_000,), value) for n in range(6)}, tmp_path / f"{value}.pt")
+    opened, at, found = [0], [0], set[str]()
+
+    def open_descriptor(path: str) -> Any:
+        opened[0] += str(folder) in path
+        if at[0] and opened[0] == at[0]:
+            at[0] = 0  # once: writing opens, too
+            ckptool.convert(tmp_path / "2.pt", folder, overwrite=True, **options)
+        return real(path)
+
+    monkeypatch.setattr(files, "open_descriptor", open_descriptor)
+    total = 100
+    for point in range(1, total):
+        out.unlink(missing_ok=True)
+        at[0] = 0
+        ckptool.convert(tmp_path / "1.pt", folder, overwrite=True, **options)
+        opened[0], at[0] = 0, point
+        try:
+            changed = OF_FOLDERS[verb](folder, out)
+            values = {float(v) for w in torch.load(out).values() for v in (w[0], w[-1])} if out.exists() else set()
+            assert len(values) < 2 and (verb != "diff" or len(changed) in (0, 6)), (point, values)  # type: ignore[arg-type]
+            found.add("whole")
+        except FileChanged:
+            found.add("changed")
+        if at[0]:  # it opens no more files than that
+            break
+    assert found == {"whole", "changed"} and 2 < point < total - 1
 
 
 # Signals and pipes ----------------------------------------------------------------------------------------------------

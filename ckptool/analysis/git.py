@@ -40,7 +40,8 @@ def git(*words: str, ok: Collection[int] = (0,), at: str | None = None) -> str |
     try:
         process = subprocess.run(["git", *words], stdin=subprocess.DEVNULL, capture_output=True, cwd=at, check=False)
     except OSError as error:
-        raise FileProblem("git could not be started", str(error), "Install git.") from error
+        fix = "Install git." if isinstance(error, FileNotFoundError) else ""
+        raise FileProblem("git could not be started", error.strerror or "", fix) from error
     if process.returncode not in ok:
         message = os.fsdecode(process.stderr).strip().partition("\n")[0]
         raise RunFailed(f"git {words[0]} ended with code {process.returncode}: {message}")

@@ -30,6 +30,7 @@ from ckptool.formats import PathLike, marks, members, sharded
 from ckptool.formats.folder import MEMBERS
 from ckptool.formats.layouts import deepspeed, megatron, torch_checkpointing
 from ckptool.formats.members import all_uses, is_pickled
+from ckptool.formats.unrecognized import OtherProgram
 from ckptool.output.durable import OURS
 from ckptool.pickles.calls import CALLED, CUSTOM, MADE, NAMED
 from ckptool.pickles.decode import reaches_a_call
@@ -47,6 +48,7 @@ SUFFIXES = frozenset(
     ".pt .pth .ckpt .bin .safetensors .sft .tar .pkl .pickle .model .th .npz .npy .jit .ptl .pts .t7 .weights".split()
 )
 ARCHIVES = (".zip", ".nemo")
+OTHERS = (".bin", ".model")  # tokenizers and weights of other programs, too
 # Files that belong to a run and are no checkpoints, whatever their suffix.
 _BESIDE = frozenset({"training_args.bin"})
 
@@ -271,6 +273,8 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
             try:
                 rows.append(task())
             except CkptoolError as error:
+                is_named = files[file] and not (isinstance(error, OtherProgram) and file.endswith(OTHERS))
+                files[file] = is_named  # else it is judged, and not listed
                 if may_exist(file):  # else somebody deleted it meanwhile
                     rows.append(_damaged_row(file, error))
             except Exception as bug:  # noqa: BLE001 (whatever goes wrong in one file says nothing about the others)
@@ -278,7 +282,7 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
                 why = "That is a bug in ckptool; it says nothing about the file."
                 rows.append(_damaged_row(file, Corrupt(what, why)))
     for row in [row for row in rows if not (files[row.path] or row.calls)]:
-        source = Source(row.path) if row.state in ("corrupt", "truncated") else None
+        source = Source(row.path) if row.state in ("corrupt", "truncated", "unsupported") else None
         if source is None or not reaches_a_call(FileRange(source, 0, source.size)):  # that is, before the damage
             rows.remove(row)
     good = [row for row in rows if row.is_good and files[row.path]]

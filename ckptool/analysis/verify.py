@@ -235,8 +235,9 @@ def verified(
     part = checkpoint if at is None else part_of(checkpoint, at)
     report = _verify_data(source, part, jobs)
     if isinstance(source, Folder) and not part.base:
-        unsafe = (note for note in use_notes(checkpoint) if note.code in ("unsafe-global", "not-judged"))
-        report = replace(report, notes=(*report.notes, *unsafe))
+        notes = (*use_notes(checkpoint), *checkpoint.notes)
+        said = (note for note in notes if note.code in ("unsafe-global", "not-judged", "not-read"))
+        report = replace(report, notes=(*report.notes, *said))
     if finite:
         values, unsearched = non_finite(part.tree, damaged=bool(report.problems))
         report = replace(report, non_finite=tuple(values), unsearched=tuple(unsearched))

@@ -239,8 +239,13 @@ class Source:
         return file_changed(self.path)
 
     def check_unchanged(self) -> None:
-        """Raises `FileChanged` if anyone wrote to the file since it was opened."""
-        if _identity(os.fstat(self.descriptor())) != self._identity:
+        """Raises `FileChanged` if anyone wrote to the file since it was opened, or put another in the place of a file
+        of a folder: those of the folder that were opened later may belong to that."""
+        try:
+            status = os.stat(self._path) if self._descriptor is None else os.fstat(self._descriptor)
+        except OSError as error:
+            raise self.changed() from error
+        if _identity(status) != self._identity:
             raise self.changed()
 
     def is_same(self, other: Source) -> bool:

@@ -391,10 +391,10 @@ def _components(folder: Folder, table: str) -> Iterator[tuple[str, str]]:
     `weights`, `config.json`, other `files` or nothing."""
     listing = json_or_none(os.path.join(folder.path, table), MAX_JSON) if table in folder else None
     modules = [*map(fields, items(listing))] if table == "modules.json" else []
-    names = [module.get("path") for module in modules]
-    types = {str(module.get("path")).strip("/"): str(module.get("type")).rpartition(".")[2] for module in modules}
-    if "" in names and ROUTER in folder:  # which chooses among modules that are in folders of their own
-        names += fields(fields(json_or_none(os.path.join(folder.path, ROUTER), MAX_JSON)).get("types"))
+    pairs = [(module.get("path"), module.get("type")) for module in modules]
+    if any(name == "" for name, _ in pairs) and ROUTER in folder:  # chooses among modules in folders of their own
+        pairs += fields(fields(json_or_none(os.path.join(folder.path, ROUTER), MAX_JSON)).get("types")).items()
+    names, types = [name for name, _ in pairs], {str(name).strip("/"): str(kind) for name, kind in pairs}
     for name, value in fields(listing).items() if table == "model_index.json" else ():
         if not name.startswith("_") and len(items(value)) == 2 and value[0] is not None:
             names.append(name)
@@ -406,9 +406,9 @@ def _components(folder: Folder, table: str) -> Iterator[tuple[str, str]]:
             kind = CONFIG if CONFIG in files else "files" if files else ""
             if any(map(_is_weights, files)):
                 yield name, "weights"
-            elif kind and types.get(name) in _WITH_OWN_WEIGHTS:
+            elif kind and types.get(name, "").rpartition(".")[2] in _WITH_OWN_WEIGHTS:
                 yield f"{name}/model.safetensors", ""
-            else:
+            elif kind or not types.get(name, "").endswith(".Normalize"):  # saved no file before sentence-transformers 5
                 yield name, kind
 
 

@@ -58,9 +58,17 @@ def detect(head: bytes, source: Input) -> bool:
 
 
 def checkpoints_in(folder: Folder) -> list[str]:
-    """The files that each stand for a whole checkpoint; where there are several, one has to be named."""
+    """The files that each stand for a whole checkpoint; where there are several, one has to be named. Torch files of
+    the same weights beside those of safetensors do not count: transformers and diffusers do not read them either."""
     names = candidates(folder)
+    unread = {_torch_name(name) for name in names}
+    names = [name for name in names if name not in unread]
     return [*names, ".metadata"] if names and ".metadata" in folder else names
+
+
+def _torch_name(name: str) -> str:
+    """What the file of safetensors is called where the same library saves torch files; none for other files."""
+    return re.sub("^model", "pytorch_model", name.replace(".safetensors", ".bin")) if ".safetensors" in name else ""
 
 
 def candidates(folder: Folder) -> list[str]:
@@ -112,7 +120,11 @@ def read(source: Input) -> Checkpoint:
         fix = f"Name one of them: {os.path.join(source.path, names[0])}"
         raise Ambiguous(what, "They may differ.", fix)
     if names:
-        return _read_index(source, names[0]) if _is_index(names[0]) else read_alone(source.open(names[0]))
+        read = _read_index(source, names[0]) if _is_index(names[0]) else read_alone(source.open(names[0]))
+        if (other := _torch_name(names[0])) not in source:
+            return read
+        what = f"{other} was not read: transformers and diffusers take {names[0]}, too, where both are there"
+        return replace(read, notes=(*read.notes, Note("not-read", what)))
     what = f"{source} holds shards but no index: {listed([name for name in source.names if _is_shard(name)], 2)}"
     why = "Only *.index.json records which tensors make up the checkpoint, and in which files they are."
     if pieces := hf_pieces.below(source):

@@ -17,6 +17,11 @@ from ckptool.checkpoint.files import Folder, Input, Readable
 from ckptool.commands import command, other_program
 from ckptool.errors import CkptoolError, Corrupt, NoCheckpointInside, NotACheckpoint, Unsupported, listed
 
+
+class OtherProgram(Unsupported):
+    """It is a file that another program wrote for itself: a tokenizer, a model of ONNX."""
+
+
 _READS = "ckptool reads what torch.save and safetensors write."
 _AS_TEXT = rb"(?i)(?:\xef\xbb\xbf)?\s*"
 _PAGE = "The server sent a login page or an error message instead of the file."
@@ -52,32 +57,34 @@ _KINDS: tuple[tuple[bytes, type[CkptoolError], str, str, str], ...] = (
     (rb"\xcf\xfa\xed\xfe", NotACheckpoint, "a macOS program, whatever its name says", "", ""),
     (rb"SQLite format 3\0", NotACheckpoint, "an SQLite database, whatever its name says", "", ""),
     (rb"#!", NotACheckpoint, "a script, whatever its name says", "", ""),
-    (rb"GGUF", Unsupported, "a GGUF model (llama.cpp)", _READS, ""),
-    (rb"tjgg|lmgg", Unsupported, "a GGML model (llama.cpp)", _READS, ""),
-    (rb"\x89HDF\r\n", Unsupported, "an HDF5 file (Keras .h5, or data)", _READS, ""),
-    (rb"PYTORCH1", Unsupported, "a PyTorch preview archive (Caffe2, before 1.0)", _READS, ""),
-    (rb"PAR1", Unsupported, "a Parquet table", _READS, ""),
-    (rb"ARROW1", Unsupported, "an Arrow table", _READS, ""),
-    (rb"\x12\x01\0{6}", Unsupported, "an MXNet parameter file", _READS, ""),
-    (rb"\x04\0{3}\x01\0{3}\x03\0{3}V 1", Unsupported, "an object of Lua Torch (.t7)", _READS, ""),
-    (rb"\x03\0{3}\x01\0{3}", Unsupported, "a table of Lua Torch (.t7)", _READS, ""),
-    (rb"\x84\xa5nodes", Unsupported, "a model of spaCy or Thinc (MessagePack)", _READS, ""),
-    (rb"\x81\xa6params", Unsupported, "a Flax checkpoint (MessagePack)", _READS, ""),
-    (rb"\xb7\x9c\x04\x05O\x8d\xe5\xf7", Unsupported, "a TVM parameter file", _READS, ""),
-    (rb"\xba\x16O/", Unsupported, "a fastText model", _READS, ""),
-    (rb"MMIDIDX\0\0", Unsupported, "the index of a fairseq or Megatron data set (.idx)", _READS, ""),
-    (rb"TNTIDX\0\0", Unsupported, "the index of a fairseq data set (.idx)", _READS, ""),
-    (rb".{4}TFL3", Unsupported, "a TensorFlow Lite model", _READS, ""),
-    (rb".{4}ET12", Unsupported, "an ExecuTorch program (.pte)", _READS, ""),
-    (rb".{4}ORTM", Unsupported, "an ONNX Runtime model", _READS, ""),
-    (rb"\x08[\x01-\x20](?:\x12.[ -~]*[\x1a\x22\x28\x3a\x42]|\x3a)", Unsupported, "an ONNX model", _READS, ""),
-    (rb"\x08\x01\x12[\x80-\xff]*[\x01-\x7f]\x0a", Unsupported, "a TensorFlow SavedModel", _READS, ""),
-    (rb"\x0a[\x80-\xff]*[\x01-\x7f]\x0a.[ -~]+\x12.(?:Placeholder|Const|NoOp|VarHandleOp|VariableV2)", Unsupported,
+    (rb"GGUF", OtherProgram, "a GGUF model (llama.cpp)", _READS, ""),
+    (rb"tjgg|lmgg", OtherProgram, "a GGML model (llama.cpp)", _READS, ""),
+    (rb"\x89HDF\r\n", OtherProgram, "an HDF5 file (Keras .h5, or data)", _READS, ""),
+    (rb"PYTORCH1", OtherProgram, "a PyTorch preview archive (Caffe2, before 1.0)", _READS, ""),
+    (rb"PAR1", OtherProgram, "a Parquet table", _READS, ""),
+    (rb"ARROW1", OtherProgram, "an Arrow table", _READS, ""),
+    (rb"\x12\x01\0{6}", OtherProgram, "an MXNet parameter file", _READS, ""),
+    (rb"\x04\0{3}\x01\0{3}\x03\0{3}V 1", OtherProgram, "an object of Lua Torch (.t7)", _READS, ""),
+    (rb"\x03\0{3}\x01\0{3}", OtherProgram, "a table of Lua Torch (.t7)", _READS, ""),
+    (rb"\x84\xa5nodes", OtherProgram, "a model of spaCy or Thinc (MessagePack)", _READS, ""),
+    (rb"\x81\xa6params", OtherProgram, "a Flax checkpoint (MessagePack)", _READS, ""),
+    (rb"\xb7\x9c\x04\x05O\x8d\xe5\xf7", OtherProgram, "a TVM parameter file", _READS, ""),
+    (rb"\xba\x16O/", OtherProgram, "a fastText model", _READS, ""),
+    (rb"MMIDIDX\0\0", OtherProgram, "the index of a fairseq or Megatron data set (.idx)", _READS, ""),
+    (rb"TNTIDX\0\0", OtherProgram, "the index of a fairseq data set (.idx)", _READS, ""),
+    (rb".{4}TFL3", OtherProgram, "a TensorFlow Lite model", _READS, ""),
+    (rb".{4}ET12", OtherProgram, "an ExecuTorch program (.pte)", _READS, ""),
+    (rb".{4}ORTM", OtherProgram, "an ONNX Runtime model", _READS, ""),
+    (rb"\x0a[\x01-\x40]\x0a[\x01-\x30]<[^>\0]{1,40}>", OtherProgram, "a tokenizer of SentencePiece", _READS, ""),
+    (rb"\x08[\x01-\x20](?:\x12.[ -~]*[\x1a\x22\x28\x3a\x42]|\x3a)", OtherProgram, "an ONNX model", _READS, ""),
+    (rb"\x08\x01\x12[\x80-\xff]*[\x01-\x7f]\x0a", OtherProgram, "a TensorFlow SavedModel", _READS, ""),
+    (rb"\x0a[\x80-\xff]*[\x01-\x7f]\x0a.[ -~]+\x12.(?:Placeholder|Const|NoOp|VarHandleOp|VariableV2)", OtherProgram,
         "a TensorFlow graph", _READS, ""),
-    (rb".{4}\x02\0\0\0.{56}\xef\xbe\xad\xde", Unsupported, "the weights of a Core ML model (weight.bin)", _READS, ""),
+    (rb".{4}\x02\0\0\0.{56}\xef\xbe\xad\xde", OtherProgram, "the weights of a Core ML model (weight.bin)", _READS, ""),
 )  # fmt: skip
 _TABLE_END = bytes.fromhex("57fb808b247547db")  # of a LevelDB table
 MAX_ZEROS = 1 << 20
+_BESIDE_BIN = {".idx": "a fairseq or Megatron data set", ".xml": "a model of OpenVINO", ".param": "a model of ncnn"}
 
 
 def refuse(head: bytes, source: Input) -> CkptoolError:
@@ -98,11 +105,11 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
             files = () if program.startswith("git") else (source.path,)
             how = other_program(program, *files, into=out if program.endswith("-dc") else "") if program else ""
             return error(f"{source} is {what.format(detail)}", why, f"{advice}{colon}{how}")
-    if source.path.endswith(".bin") and os.path.isfile(f"{source.path[:-4]}.idx"):
-        what = f"{source} is the data of a fairseq or Megatron data set, which the .idx file beside it describes"
-        return Unsupported(what, _READS)
+    for ending, what in _BESIDE_BIN.items() if source.path.endswith(".bin") else ():
+        if os.path.isfile(source.path[:-4] + ending):
+            return OtherProgram(f"{source} is the data of {what}, which the {ending} file beside it describes", _READS)
     if source.size >= 48 and source.read(source.size - 8, 8) == _TABLE_END:
-        return Unsupported(f"{source} is the index of a TensorFlow checkpoint", _READS)
+        return OtherProgram(f"{source} is the index of a TensorFlow checkpoint", _READS)
     if len(head) > 2 and head[0] == 0x80 and head[1] > 5 and source.read(source.size - 1, 1) == b".":
         return Unsupported(f"{source} is a pickle of the unknown protocol {head[1]}", "Protocols 0 to 5 exist.")
     if not head.strip(b"\0"):

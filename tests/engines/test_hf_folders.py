@@ -158,3 +158,24 @@ def test_a_component_of_a_pipeline_has_its_own_configuration(tmp_path: Path, run
     assert done.code == 0, done
     found = diffusers.UNet2DModel.from_pretrained(tmp_path / "out")
     assert all(torch.equal(value, found.state_dict()[name]) for name, value in unet.state_dict().items())
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_transformers_and_diffusers_take_safetensors_where_torch_files_are_there_too(
+    shards: bool, tmp_path: Path, run: Run
+) -> None:
+    import diffusers
+    import transformers
+
+    blocks = {"down_block_types": ("DownBlock1D",), "up_block_types": ("UpBlock1D",), "block_out_channels": (8,)}
+    models: list[Any] = [tiny("bert"), diffusers.UNet1DModel(**blocks, norm_num_groups=4)]
+    for number, model in enumerate(models):
+        folder = tmp_path / str(number)
+        model.save_pretrained(folder, **({"max_shard_size": "8KB"} if shards else {}))
+        other = {name: tensor + 1 for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+        stem = "pytorch_model" if isinstance(model, transformers.PreTrainedModel) else "diffusion_pytorch_model"
+        torch.save(other, folder / f"{stem}.bin")
+        read = run("convert", folder, "-o", tmp_path / f"{number}.pt")
+        assert read.code == 0, read
+        written, kept = torch.load(tmp_path / f"{number}.pt"), type(model).from_pretrained(folder).state_dict()
+        assert all(torch.equal(tensor, kept[name]) for name, tensor in written.items())

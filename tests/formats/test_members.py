@@ -318,6 +318,17 @@ def test_what_keeps_a_folder_from_being_its_model_is_named(tmp_path: Path) -> No
     assert ckptool.verify(copied).fine
 
 
+def test_a_module_that_saves_no_file_is_not_missed(tmp_path: Path) -> None:
+    """As in all-MiniLM-L6-v2 and nearly every such model on the hub, where git keeps no empty folder."""
+    folder = sentence_folder(tmp_path / "st")
+    modules = json.loads((folder / "modules.json").read_text())
+    modules.append({"idx": 3, "name": "3", "path": "3_Normalize", "type": "sentence_transformers.models.Normalize"})
+    (folder / "modules.json").write_text(json.dumps(modules))
+    assert ckptool.verify(folder).fine and ckptool.open(folder).part is None
+    shutil.rmtree(folder / "1_Pooling")
+    assert "1_Pooling is missing" in ckptool.open(folder).part.meaning
+
+
 def test_a_module_of_sentence_transformers_without_its_weights_is_missed(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(ROOT / "sentence-transformers" / "checkpoint", tmp_path / "st"))
     for file in sorted(folder.rglob("*.safetensors")):

@@ -58,9 +58,31 @@ def test_a_folder_of_two_checkpoints(tmp_path: Path) -> None:
         read(folder)
     assert_values(read(folder / INDEX), sharded_state())
     save_file(sharded_state(), tmp_path / "model.safetensors")
-    saved(sharded_state(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(Ambiguous, match=r"pytorch_model\.bin"):
+    save_file(sharded_state(), tmp_path / "adapter_model.safetensors")
+    with pytest.raises(Ambiguous, match=r"adapter_model\.safetensors, model\.safetensors"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model", "adapter_model", "model.fp16", "index"])
+def test_torch_files_beside_the_same_weights_in_safetensors_are_named_and_not_read(stem: str, tmp_path: Path) -> None:
+    """As on the hub: bert-base-uncased, falcon-7b and stable-diffusion-v1-5 have both."""
+    torch_stem = stem.replace("model", "pytorch_model", 1) if stem.startswith("model") else stem
+    names = f"{stem}.safetensors", f"{torch_stem}.bin"
+    old = {name: tensor + 1 for name, tensor in sharded_state().items()}
+    if stem == "index":
+        names = INDEX, "pytorch_model.bin.index.json"
+        for folder in hub(tmp_path / "hub"), bins(tmp_path / "bins", [old]):
+            shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    else:
+        save_file(sharded_state(), tmp_path / names[0])
+        saved(old, tmp_path / names[1])
+    found = read(tmp_path)
+    assert_values(found, sharded_state())
+    said = next(note.message for note in found.notes if note.code == "not-read")
+    assert said.startswith(f"{names[1]} was not read: transformers and diffusers take {names[0]}")
+    assert "not-read" in [note.code for note in ckptool.verify(tmp_path).notes]
+    (tmp_path / names[0]).unlink()
+    assert_values(read(tmp_path), old)
 
 
 def test_shards_without_their_index(tmp_path: Path) -> None:

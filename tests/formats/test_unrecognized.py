@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import struct
 import tarfile
 import zipfile
 from pathlib import Path
@@ -17,15 +16,13 @@ from torch import nn
 
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Truncated, Unsupported
 from ckptool.formats import read
+from ckptool.formats.unrecognized import OtherProgram
 from tests.support.errors import unreadable
 from tests.support.files import torch_bytes, written
 from tests.support.looped import looped
+from tests.support.other_models import OTHER_MODELS
 
 CHECKPOINT = torch_bytes({"weight": torch.ones(2)})
-
-
-def varint_text(field: int, text: bytes) -> bytes:
-    return bytes([field << 3 | 2, len(text)]) + text
 
 
 def plain_tar() -> bytes:
@@ -45,28 +42,6 @@ def zipped(names: str) -> bytes:
     return out.getvalue()
 
 
-OTHER_MODELS = {
-    "GGUF": b"GGUF\x03\0\0\0" + bytes(16),
-    "GGML": b"tjgg\x03\0\0\0" + bytes(16),
-    "HDF5": b"\x89HDF\r\n\x1a\n" + bytes(100),
-    "ONNX": b"\x08\x08" + varint_text(2, b"pytorch") + varint_text(3, b"2.13.0") + b"\x3a\x80\x01\x0a",
-    "SavedModel": b"\x08\x01\x12\xb4\x0a\x0a\x20" + bytes(60),
-    "TensorFlow graph": varint_text(1, varint_text(1, b"input") + varint_text(2, b"Placeholder")),
-    "TensorFlow checkpoint": b"\0\x05" + bytes(98) + b"\x01" * 40 + bytes.fromhex("57fb808b247547db"),
-    "TensorFlow Lite": b"\x1c\0\0\0TFL3" + bytes(40),
-    "ExecuTorch": b"\x38\0\0\0ET12" + bytes(40),
-    "ONNX Runtime": b"\x38\0\0\0ORTM" + bytes(40),
-    "MXNet": struct.pack("<QQ", 0x112, 0) + bytes(20),
-    "preview archive": b"PYTORCH1" + bytes(56),
-    "object of Lua Torch": struct.pack("<iii", 4, 1, 3) + b"V 1" + struct.pack("<i", 14) + b"nn.Sequential\0",
-    "table of Lua Torch": struct.pack("<iii", 3, 1, 2) + bytes(20),
-    "spaCy": b"\x84\xa5nodes\xdc\0\x10" + bytes(20),
-    "Flax": b"\x81\xa6params\x82\xa6kernel" + bytes(20),
-    "TVM": struct.pack("<QQQ", 0xF7E58D4F05049CB7, 0, 1) + bytes(20),
-    "fastText": struct.pack("<ii", 793712314, 12) + bytes(20),
-    "Core ML": struct.pack("<II", 1, 2).ljust(64, b"\0") + struct.pack("<II", 0xDEADBEEF, 1) + bytes(60),
-    "fairseq or Megatron": b"MMIDIDX\0\0" + bytes(20),
-}
 OID = "sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393"
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid {OID}\nsize 12345\n".encode()
 PAGES = b"<!DOCTYPE html>,<html>,  \n<HTML lang='en'>,<?xml version='1.0'?>,<Error><Code>AccessDenied".split(b",")
@@ -90,10 +65,10 @@ TOLD: list[tuple[bytes, type[CkptoolError], tuple[str, ...]]] = [
     *((data, NotACheckpoint, ("JSON",)) for data in (b"[1, 2, 3]", b'{"a": NaN}', b"{", b"{}", b"[" * 400)),
     (b"7z\xbc\xaf\x27\x1c\0\x04" + bytes(100), Unsupported, ("7-Zip", "scanners")),
     (b"Rar!\x1a\x07\x01\0" + bytes(100), Unsupported, ("RAR", "scanners")),
-    *((data, Unsupported, (name,)) for name, data in OTHER_MODELS.items()),
+    *((data, OtherProgram, (name,)) for name, data in OTHER_MODELS.items()),
     (plain_tar(), Unsupported, ("tar archive", "tar tf")),
     # the first bytes of torch.onnx.export
-    (b"\x08\x07\x12\x07pytorch\x1a\x031.9:\xba\x01\n\x16\n\x07input.1\x12\x016" + bytes(200), Unsupported, ("ONNX",)),
+    (b"\x08\x07\x12\x07pytorch\x1a\x031.9:\xba\x01\n\x16\n\x07input.1\x12\x016" + bytes(200), OtherProgram, ("ONNX",)),
     *((magic + bytes(200), NotACheckpoint, (name, "whatever its name says")) for magic, name in (
         (b"\x89PNG\r\n\x1a\n", "PNG"), (b"\x7fELF\x02\x01", "ELF"), (b"%PDF-1.7", "PDF"),
         (b"\xff\xd8\xff\xe0", "JPEG"), (b"MZ\x90\0", "Windows"))),
@@ -119,7 +94,10 @@ def test_what_is_no_checkpoint_is_named(data: bytes, kind: type[CkptoolError], w
 
 def test_the_data_of_a_data_set_is_told_by_the_index_beside_it(tmp_path: Path) -> None:
     (tmp_path / "train.idx").write_bytes(b"MMIDIDX\0\0")
-    unreadable(written(bytes([1, 200]) * 20, tmp_path / "train.bin"), Unsupported, "fairseq or Megatron")
+    unreadable(written(bytes([1, 200]) * 20, tmp_path / "train.bin"), OtherProgram, "fairseq or Megatron")
+    for name, what in ("openvino_model.xml", "OpenVINO"), ("upscaler.param", "ncnn"):
+        (tmp_path / name).touch()
+        unreadable(written(bytes([1, 200]) * 20, (tmp_path / name).with_suffix(".bin")), OtherProgram, what)
 
 
 class Simple(nn.Module):

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from textwrap import indent
@@ -133,7 +134,8 @@ def trial(folder: Path, which: Which, kills: list[tuple[int, int]]) -> None:
 
 
 def compare(folder: Path, source: str, options: dict[str, Any], kills: list[tuple[int, int]]) -> None:
-    assert runs(source, folder / "whole", options) == 0
+    if not (folder / "whole").exists():
+        assert runs(source, folder / "whole", options) == 0
     for line, number in kills:
         code = runs(source, folder / "killed", options, line, number)
         assert code in (0, -signal.SIGKILL, -signal.SIGTERM, 143), line
@@ -160,19 +162,23 @@ def test_a_loop_stopped_at_any_line_ends_with_the_same_files(tmp_path: Path, whi
     trial(tmp_path, which, seeded(which, 2, signal.SIGTERM))
 
 
+MANY = random.Random(2).sample(ALL, 240)  # all of them would take hours; of these, each pair of parts is in some
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("first", range(48))
-def test_all_loops_killed_at_any_lines(tmp_path: Path, first: int) -> None:
-    for number, which in enumerate(ALL[first::48]):
+@pytest.mark.parametrize("first", range(12))
+def test_many_loops_killed_at_any_lines(tmp_path: Path, first: int) -> None:
+    for number, which in enumerate(MANY[first::12]):
         kills = seeded(which, 1, signal.SIGTERM) + seeded(which, 2, signal.SIGKILL)
         trial(tmp_path / str(number), which, kills)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("number", range(0, len(ALL), 97))
+@pytest.mark.parametrize("number", range(0, len(ALL), 577))
 def test_a_loop_killed_at_each_line(tmp_path: Path, number: int) -> None:
     for line in range(1, 160):
-        trial(tmp_path / str(line), ALL[number], [(line, signal.SIGKILL)])
+        shutil.rmtree(tmp_path / "killed", ignore_errors=True)
+        trial(tmp_path, ALL[number], [(line, signal.SIGKILL)])
 
 
 STEP = "loss = model(batch).pow(2).mean(); optimizer.zero_grad(); loss.backward(); optimizer.step()\n"

@@ -17,8 +17,9 @@ import ckptool
 from ckptool.analysis import scan as module
 from ckptool.output.durable import hidden_name
 from tests.support.cli import Run
-from tests.support.files import saved, weights
+from tests.support.files import saved, weights, written
 from tests.support.looped import looped
+from tests.support.other_models import OTHER_MODELS
 
 
 class Foreign:
@@ -263,3 +264,17 @@ def test_a_folder_with_other_checkpoints_beside_its_weights_is_not_one_of_them(t
     assert sum(file.bytes for file in found.files) == sum(path.stat().st_size for path in tmp_path.glob("*/*"))
     (tmp_path / "demo" / "a.pt").rename(tmp_path / "demo" / "a.txt")
     assert [Path(file.path).name for file in ckptool.scan(tmp_path).files] == ["demo"]
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".model", ".pt"])
+def test_files_of_other_programs_are_no_damaged_checkpoints(suffix: str, tmp_path: Path) -> None:
+    """Beside weights lie tokenizers and the same model for other programs; but a pickle may look like one of those."""
+    saved({"w": torch.ones(2)}, tmp_path / "model.pt")
+    for number, data in enumerate(OTHER_MODELS.values()):
+        written(data, tmp_path / f"{number}{suffix}")
+    found = ckptool.scan(tmp_path)
+    assert (len(found.files), found.exit()) == ((1, 0) if suffix != ".pt" else (1 + len(OTHER_MODELS), 1))
+    written(b"GGUF" + bytes(5) + b"0cos\nsystem\n(S'true'\ntR.", tmp_path / f"evil{suffix}")
+    written(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", tmp_path / f"pointer{suffix}")
+    wrong = {Path(row.path).stem for row in ckptool.scan(tmp_path).files if row.is_wrong}
+    assert {"evil", "pointer"} <= wrong
