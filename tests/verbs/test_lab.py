@@ -361,7 +361,7 @@ NOTES: dict[str, tuple[str, Callable[[Path], Any]]] = {
 }
 # Made by hand in the tests of what they are about: a nested class in an old pickle, a part of a checkpoint; of `verify`
 # and `convert`.
-ELSEWHERE = {"nested-name", "unused-bytes", "part", "recover", "whole-module"}
+ELSEWHERE = {"nested-name", "non-finite", "unused-bytes", "part", "recover", "whole-module"}
 
 
 def codes_with_commands() -> set[str]:
