@@ -23,6 +23,7 @@ from ckptool.checkpoint import TensorEntry
 from ckptool.errors import Conflict, counted, listed, printable
 
 PEFT, KOHYA, DIFFUSERS, AI_TOOLKIT = "PEFT", "kohya", "diffusers", "ai-toolkit"
+DIFFUSERS_CONFIG = "lora_adapter_metadata"  # in the header of a safetensors file
 LORA, LOHA, LOKR, DIFF, BIAS, WHOLE = "LoRA", "LoHa", "LoKr", "difference", "bias", "whole tensor"
 TOKENS = "trainable tokens"
 

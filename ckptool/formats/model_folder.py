@@ -21,6 +21,7 @@ from ckptool.checkpoint.files import Folder, Source, json_or_none
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import DIR, arg
+from ckptool.conventions.adapter_keys import DIFFUSERS_CONFIG
 from ckptool.errors import UsageError, listed, printable
 from ckptool.facts import dataclass, field
 from ckptool.formats.folder import led_elsewhere, names_in
@@ -170,9 +171,9 @@ def left_config(model: Checkpoint, path: str) -> list[str]:
     return [f"one file, without {CONFIG}; a folder with both: {arg(out=f'{path}/')}"]
 
 
-def left_adapter(model: Checkpoint, path: str) -> tuple[Note, ...]:
+def left_adapter(model: Checkpoint, changed: Checkpoint, path: str) -> tuple[Note, ...]:
     """A note where an adapter is written into one file, and only the configuration beside it says its alpha."""
-    if "lora_alpha" not in (config_beside(model, ADAPTER) or {}):
+    if DIFFUSERS_CONFIG in changed.metadata or "lora_alpha" not in (config_beside(model, ADAPTER) or {}):
         return ()
     if not is_url(path) and ADAPTER in names_in(os.path.dirname(path) or os.curdir):
         return ()

@@ -11,12 +11,13 @@ from typing import Annotated, Any, TypeAlias
 from ckptool.checkpoint import Checkpoint, InlineBytes
 from ckptool.checkpoint.files import Input, read_json
 from ckptool.commands import OUT_SAFETENSORS, arg, argument, option
+from ckptool.conventions.adapter_keys import DIFFUSERS_CONFIG
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import Corrupt, Unsupported, UsageError, printable
 from ckptool.formats import SHARDED, CheckpointLike, PathLike, open_whole, safetensors
 from ckptool.formats.model_folder import ADAPTER, MAX_CONFIG, PEFT, STEMS, ModelFolder, config_beside
 from ckptool.formats.sharded import divided
-from ckptool.transforms.lora.adapters import DIFFUSERS_CONFIG, Adapter, AdapterFile, read_adapter
+from ckptool.transforms.lora.adapters import Adapter, AdapterFile, read_adapter
 from ckptool.verbs._save import Change, Written
 
 AdapterConfig: TypeAlias = PathLike | Mapping[str, Any] | Any  # `Any`: a configuration of peft's

@@ -272,10 +272,10 @@ class Change:
 
             details = left_config(original, path)
         keys = changed.tree if isinstance(changed.tree, dict) and not container.writes_folder else ()
-        if self.verb != "lora convert" and any(".lora_A." in key for key in keys if type(key) is str):
+        if any(".lora_A." in key for key in keys if type(key) is str):
             from ckptool.formats.model_folder import left_adapter
 
-            notes += left_adapter(original, path)
+            notes += left_adapter(original, changed, path)
         intended = changed if expected is None else expected
         notes += plan.notes + self.put(plan, path, inputs, partial(check_written, intended))
         written = self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)

@@ -32,6 +32,7 @@ from ckptool.conventions.adapter_keys import (
     BIAS,
     DIFF,
     DIFFUSERS,
+    DIFFUSERS_CONFIG,
     KOHYA,
     LOHA,
     LOKR,
@@ -54,7 +55,6 @@ from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageE
 from ckptool.facts import dataclass, field, replace
 
 MAX_RANK = 1 << 16
-DIFFUSERS_CONFIG = "lora_adapter_metadata"  # in the header of a safetensors file
 
 # Fields of PEFT's configuration that make an adapter more than a change of weights.
 _REFUSED = {

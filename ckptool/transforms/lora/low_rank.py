@@ -28,11 +28,10 @@ from ckptool.checkpoint.dtypes import Array, DType, has_numbers, numbers
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.progress import over
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
-from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, PEFT, WHOLE, is_linear, orientation
+from ckptool.conventions.adapter_keys import BIAS, DIFFUSERS_CONFIG, EMBEDDING, PEFT, WHOLE, is_linear, orientation
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
 from ckptool.facts import replace
 from ckptool.transforms.lora.adapters import (
-    DIFFUSERS_CONFIG,
     MAX_RANK,
     MODEL,
     Adapter,
