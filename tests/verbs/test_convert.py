@@ -224,6 +224,9 @@ def test_a_folder_of_two_formats_is_not_damaged(tmp_path: Path, run: Run) -> Non
     saved_below(random_weights("a.weight"), tmp_path / "pytorch_model.bin")
     ckptool.convert(tmp_path / "pytorch_model.bin", tmp_path / "model.safetensors")
     found = run("verify", str(tmp_path))
+    assert found.code == 0 and "not-read: pytorch_model.bin was not read" in found.out + found.err, found
+    ckptool.convert(tmp_path / "pytorch_model.bin", tmp_path / "adapter_model.safetensors")
+    found = run("verify", str(tmp_path))
     assert found.code == 2 and "error[ambiguous]" in found.err and "damaged" not in found.out, found
     with pytest.raises(CkptoolError, match="2 checkpoints"):
         ckptool.verify(tmp_path)
