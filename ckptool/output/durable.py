@@ -302,6 +302,9 @@ def remove(path: str, fd: int = -1) -> None:
         if not stat.S_ISDIR(status.st_mode):
             os.unlink(path)
             return
+        with suppress(OSError):  # nothing is in it; where no more files may be open, it cannot be listed
+            os.rmdir(path)
+            return
         folder = fd if fd >= 0 else opened(path)
         try:
             for name in os.listdir(folder):
