@@ -294,7 +294,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
                 sizes[numbers.setdefault(id(part.storage), len(numbers))] = part.storage.nbytes
             rows.append(TensorRow(path, node, None))
         elif _is_leaf(node):
-            said = path if isinstance(node, Object) and is_one_line(node) else None
+            said = path if is_one_line(node) else None
             if len(entries) < MAX_ENTRIES:
                 entries.append(EntryRow(path, node, repeated=repeat is not None))
             else:

@@ -19,7 +19,7 @@ from ckptool.checkpoint import FileRange, PartOf
 from ckptool.checkpoint.files import Folder, Source, entries_of, folder_at, open_input, size_at
 from ckptool.checkpoint.jobs import Jobs
 from ckptool.checkpoint.nodes import Object
-from ckptool.checkpoint.paths import is_url, may_exist, named_urls
+from ckptool.checkpoint.paths import TEMPORARY, is_url, may_exist, named_urls
 from ckptool.checkpoint.tree import children
 from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import command, option
@@ -31,7 +31,6 @@ from ckptool.formats.folder import MEMBERS
 from ckptool.formats.layouts import deepspeed, megatron, torch_checkpointing
 from ckptool.formats.members import all_uses, is_pickled
 from ckptool.formats.unrecognized import OtherProgram
-from ckptool.output.durable import OURS
 from ckptool.pickles.calls import CALLED, CUSTOM, MADE, NAMED
 from ckptool.pickles.decode import reaches_a_call
 
@@ -342,7 +341,7 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
         subfolders: list[str] = []
         for name, is_folder, is_file in entries:
             path = os.path.join(current, name)
-            if name in claimed or OURS.fullmatch(name):
+            if name in claimed or TEMPORARY.fullmatch(name):
                 continue
             if is_folder:
                 if not name.startswith(".") or _is_checkpoint(path):

@@ -33,6 +33,7 @@ from ckptool.errors import (
 
 _NO_PERMISSION = "The permissions of the file or its folder do not allow it."
 # By the system's error number: the class of our error, and what it means.
+TEMPORARY = re.compile(r"\.ckptool-[0-9a-f]{16}-[0-9a-f]{16}\.tmp")  # the names of temporary files and folders
 KINDS: dict[int | None, tuple[type[FileProblem], str]] = {
     errno.ENOENT: (FileMissing, ""),
     errno.EISDIR: (IsAFolder, ""),
@@ -137,6 +138,13 @@ def temporary_files() -> Iterator[None]:
             problem = file_problem(error, folder, "write temporary files to")
         problem.fix = "Make room there, or set TMPDIR to another folder."
         raise problem from error
+
+
+def free_name(name: str, ending: str) -> str:
+    """The name that nothing has yet: this one, or with the ending, as often as it takes."""
+    while os.path.lexists(name):
+        name += ending
+    return name
 
 
 def absolute(path: str | os.PathLike[str]) -> str:

@@ -26,7 +26,7 @@ from weakref import ref
 
 from ckptool.checkpoint import files
 from ckptool.checkpoint.files import MAX_FILES, Folder, Source, file_changed, is_a_folder
-from ckptool.checkpoint.paths import KINDS, file_problem, foreign, given_url, named_urls
+from ckptool.checkpoint.paths import KINDS, file_problem, foreign, free_name, given_url, named_urls
 from ckptool.commands import other_program
 from ckptool.errors import CkptoolError, FileMissing, FileProblem, LimitExceeded, MissingExtra, Unsupported, UsageError
 
@@ -229,9 +229,7 @@ def _denied(url: str, message: str) -> CkptoolError:
 
 
 def _no_ranges(url: str, why: str) -> CkptoolError:
-    name = os.path.basename(url.partition("?")[0]) or "checkpoint"
-    while os.path.lexists(name):  # which curl would replace
-        name += ".new"
+    name = free_name(os.path.basename(url.partition("?")[0]) or "checkpoint", ".new")  # curl replaces what is there
     fix = f"Download it, and name the file: {other_program('curl -Lo', name, url)}"
     return Unsupported(f"{url}: its server does not support range requests", why, fix)
 

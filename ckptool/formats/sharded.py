@@ -120,11 +120,11 @@ def read(source: Input) -> Checkpoint:
         fix = f"Name one of them: {os.path.join(source.path, names[0])}"
         raise Ambiguous(what, "They may differ.", fix)
     if names:
-        read = _read_index(source, names[0]) if _is_index(names[0]) else read_alone(source.open(names[0]))
+        whole = _read_index(source, names[0]) if _is_index(names[0]) else read_alone(source.open(names[0]))
         if (other := _torch_name(names[0])) not in source:
-            return read
+            return whole
         what = f"{other} was not read: transformers and diffusers take {names[0]}, too, where both are there"
-        return replace(read, notes=(*read.notes, Note("not-read", what)))
+        return replace(whole, notes=(*whole.notes, Note("not-read", what)))
     what = f"{source} holds shards but no index: {listed([name for name in source.names if _is_shard(name)], 2)}"
     why = "Only *.index.json records which tensors make up the checkpoint, and in which files they are."
     if pieces := hf_pieces.below(source):

@@ -105,9 +105,9 @@ def read_pickled(
     pickles = [record for name, record in records.items() if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) > 1:
         raise Ambiguous(f"{source} holds two checkpoints ({' and '.join(map(str, pickles))})")
-    lookalike = next((name for name in records if name.count("/") == 1 and name.lower().endswith("/data.pkl")), "")
-    if lookalike and not pickles:
-        raise Ambiguous(f"{source} has no data.pkl, but {lookalike}", "torch reads it as one, other readers do not.")
+    for name in () if pickles else records:
+        if name.count("/") == 1 and name.lower().endswith("/data.pkl"):
+            raise Ambiguous(f"{source} has no data.pkl, but {name}", "torch reads it as one, other readers do not.")
     root = pickles[0].name.removesuffix("data.pkl") if pickles else ""
     if not pickles or f"{root}.data/extern_modules" in records:
         from ckptool.formats.unrecognized import other_zip
@@ -225,7 +225,7 @@ def record_notes(archive: Archive, root: str, storages: RecordStorages) -> list[
         messages["deflated"] = "re-zipped with compression: torch cannot map it (mmap=True)"
     if archive.records and not archive.headers.has_checksums:
         messages["no-checksums"] = "the archive stores no checksums: damage to its data cannot be detected"
-    elif any(record.size and record.sum is None for record in archive.records.values()):
+    elif not archive.headers.has_data_sums and any(r.size and r.sum is None for r in archive.records.values()):
         what = "saved by torch's skip_data: the tensors have no checksums, and are zeros where nobody filled them in"
         messages["no-checksums"] = what
     if storages.big_endian:

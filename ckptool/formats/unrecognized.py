@@ -14,6 +14,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable
 
 from ckptool.checkpoint.files import Folder, Input, Readable
+from ckptool.checkpoint.paths import free_name
 from ckptool.commands import command, other_program
 from ckptool.errors import CkptoolError, Corrupt, NoCheckpointInside, NotACheckpoint, Unsupported, listed
 
@@ -48,39 +49,41 @@ _KINDS: tuple[tuple[bytes, type[CkptoolError], str, str, str], ...] = (
     (rb".{257}ustar", Unsupported,
         "a tar archive, but not one of torch's",
         "Its files are read one by one, when they are unpacked.", "See what is in it: tar tf"),
-    (rb"\x89PNG", NotACheckpoint, "a PNG image, whatever its name says", "", ""),
-    (rb"\x7fELF", NotACheckpoint, "an ELF program, whatever its name says", "", ""),
-    (rb"%PDF", NotACheckpoint, "a PDF document, whatever its name says", "", ""),
-    (rb"\xff\xd8\xff", NotACheckpoint, "a JPEG image, whatever its name says", "", ""),
-    (rb"GIF8", NotACheckpoint, "a GIF image, whatever its name says", "", ""),
-    (rb"MZ", NotACheckpoint, "a Windows program, whatever its name says", "", ""),
-    (rb"\xcf\xfa\xed\xfe", NotACheckpoint, "a macOS program, whatever its name says", "", ""),
-    (rb"SQLite format 3\0", NotACheckpoint, "an SQLite database, whatever its name says", "", ""),
-    (rb"#!", NotACheckpoint, "a script, whatever its name says", "", ""),
-    (rb"GGUF", OtherProgram, "a GGUF model (llama.cpp)", _READS, ""),
-    (rb"tjgg|lmgg", OtherProgram, "a GGML model (llama.cpp)", _READS, ""),
-    (rb"\x89HDF\r\n", OtherProgram, "an HDF5 file (Keras .h5, or data)", _READS, ""),
-    (rb"PYTORCH1", OtherProgram, "a PyTorch preview archive (Caffe2, before 1.0)", _READS, ""),
-    (rb"PAR1", OtherProgram, "a Parquet table", _READS, ""),
-    (rb"ARROW1", OtherProgram, "an Arrow table", _READS, ""),
-    (rb"\x12\x01\0{6}", OtherProgram, "an MXNet parameter file", _READS, ""),
-    (rb"\x04\0{3}\x01\0{3}\x03\0{3}V 1", OtherProgram, "an object of Lua Torch (.t7)", _READS, ""),
-    (rb"\x03\0{3}\x01\0{3}", OtherProgram, "a table of Lua Torch (.t7)", _READS, ""),
-    (rb"\x84\xa5nodes", OtherProgram, "a model of spaCy or Thinc (MessagePack)", _READS, ""),
-    (rb"\x81\xa6params", OtherProgram, "a Flax checkpoint (MessagePack)", _READS, ""),
-    (rb"\xb7\x9c\x04\x05O\x8d\xe5\xf7", OtherProgram, "a TVM parameter file", _READS, ""),
-    (rb"\xba\x16O/", OtherProgram, "a fastText model", _READS, ""),
-    (rb"MMIDIDX\0\0", OtherProgram, "the index of a fairseq or Megatron data set (.idx)", _READS, ""),
-    (rb"TNTIDX\0\0", OtherProgram, "the index of a fairseq data set (.idx)", _READS, ""),
-    (rb".{4}TFL3", OtherProgram, "a TensorFlow Lite model", _READS, ""),
-    (rb".{4}ET12", OtherProgram, "an ExecuTorch program (.pte)", _READS, ""),
-    (rb".{4}ORTM", OtherProgram, "an ONNX Runtime model", _READS, ""),
-    (rb"\x0a[\x01-\x40]\x0a[\x01-\x30]<[^>\0]{1,40}>", OtherProgram, "a tokenizer of SentencePiece", _READS, ""),
-    (rb"\x08[\x01-\x20](?:\x12.[ -~]*[\x1a\x22\x28\x3a\x42]|\x3a)", OtherProgram, "an ONNX model", _READS, ""),
-    (rb"\x08\x01\x12[\x80-\xff]*[\x01-\x7f]\x0a", OtherProgram, "a TensorFlow SavedModel", _READS, ""),
-    (rb"\x0a[\x80-\xff]*[\x01-\x7f]\x0a.[ -~]+\x12.(?:Placeholder|Const|NoOp|VarHandleOp|VariableV2)", OtherProgram,
-        "a TensorFlow graph", _READS, ""),
-    (rb".{4}\x02\0\0\0.{56}\xef\xbe\xad\xde", OtherProgram, "the weights of a Core ML model (weight.bin)", _READS, ""),
+    *((magic, NotACheckpoint, f"{what}, whatever its name says", "", "") for magic, what in (
+        (rb"\x89PNG", "a PNG image"),
+        (rb"\x7fELF", "an ELF program"),
+        (rb"%PDF", "a PDF document"),
+        (rb"\xff\xd8\xff", "a JPEG image"),
+        (rb"GIF8", "a GIF image"),
+        (rb"MZ", "a Windows program"),
+        (rb"\xcf\xfa\xed\xfe", "a macOS program"),
+        (rb"SQLite format 3\0", "an SQLite database"),
+        (rb"#!", "a script"))),
+    *((magic, OtherProgram, what, _READS, "") for magic, what in (
+        (rb"GGUF", "a GGUF model (llama.cpp)"),
+        (rb"tjgg|lmgg", "a GGML model (llama.cpp)"),
+        (rb"\x89HDF\r\n", "an HDF5 file (Keras .h5, or data)"),
+        (rb"PYTORCH1", "a PyTorch preview archive (Caffe2, before 1.0)"),
+        (rb"PAR1", "a Parquet table"),
+        (rb"ARROW1", "an Arrow table"),
+        (rb"\x12\x01\0{6}", "an MXNet parameter file"),
+        (rb"\x04\0{3}\x01\0{3}\x03\0{3}V 1", "an object of Lua Torch (.t7)"),
+        (rb"\x03\0{3}\x01\0{3}", "a table of Lua Torch (.t7)"),
+        (rb"\x84\xa5nodes", "a model of spaCy or Thinc (MessagePack)"),
+        (rb"\x81\xa6params", "a Flax checkpoint (MessagePack)"),
+        (rb"\xb7\x9c\x04\x05O\x8d\xe5\xf7", "a TVM parameter file"),
+        (rb"\xba\x16O/", "a fastText model"),
+        (rb"MMIDIDX\0\0", "the index of a fairseq or Megatron data set (.idx)"),
+        (rb"TNTIDX\0\0", "the index of a fairseq data set (.idx)"),
+        (rb".{4}TFL3", "a TensorFlow Lite model"),
+        (rb".{4}ET12", "an ExecuTorch program (.pte)"),
+        (rb".{4}ORTM", "an ONNX Runtime model"),
+        (rb"\x0a[\x01-\x40]\x0a[\x01-\x30]<[^>\0]{1,40}>", "a tokenizer of SentencePiece"),
+        (rb"\x08[\x01-\x20](?:\x12.[ -~]*[\x1a\x22\x28\x3a\x42]|\x3a)", "an ONNX model"),
+        (rb"\x08\x01\x12[\x80-\xff]*[\x01-\x7f]\x0a", "a TensorFlow SavedModel"),
+        (rb"\x0a[\x80-\xff]*[\x01-\x7f]\x0a.[ -~]+\x12.(?:Placeholder|Const|NoOp|VarHandleOp|VariableV2)",
+            "a TensorFlow graph"),
+        (rb".{4}\x02\0\0\0.{56}\xef\xbe\xad\xde", "the weights of a Core ML model (weight.bin)"))),
 )  # fmt: skip
 _TABLE_END = bytes.fromhex("57fb808b247547db")  # of a LevelDB table
 MAX_ZEROS = 1 << 20
@@ -99,9 +102,9 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         if match := re.match(pattern, head, re.DOTALL):
             detail = " ".join(match[1].decode("utf-8", "replace").split()) if match.re.groups else ""
             advice, colon, program = fix.partition(": ")
-            out = re.sub(r"\.(?:gz|bz2|xz|zst|lz4)$", "", source.path)
-            while out == source.path or os.path.lexists(out):  # which `>` would replace
-                out += ".unpacked"
+            unpacked = re.sub(r"\.(?:gz|bz2|xz|zst|lz4)$", "", source.path)
+            # `>` replaces what is there.
+            out = free_name(unpacked if unpacked != source.path else f"{unpacked}.unpacked", ".unpacked")
             files = () if program.startswith("git") else (source.path,)
             how = other_program(program, *files, into=out if program.endswith("-dc") else "") if program else ""
             return error(f"{source} is {what.format(detail)}", why, f"{advice}{colon}{how}")

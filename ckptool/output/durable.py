@@ -13,7 +13,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +22,7 @@ from typing import Any
 from ckptool.checkpoint import InlineBytes, Note
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, unchanged
-from ckptool.checkpoint.paths import absolute, file_problem, is_url, refused_place
+from ckptool.checkpoint.paths import TEMPORARY, absolute, file_problem, is_url, refused_place
 from ckptool.commands import arg, other_program
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, Text, listed, printable
 from ckptool.output.sink import Feed, Progress, Sink, reserve
@@ -211,7 +210,6 @@ def check_space(needed: int, target: str) -> None:
 
 
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-OURS = re.compile(r"\.ckptool-[0-9a-f]{16}-[0-9a-f]{16}\.tmp")  # the names of temporary files and folders
 
 
 def folder_of(target: str) -> str:
@@ -267,7 +265,7 @@ def _lock(fd: int) -> bool | None:
 def sweep_folder(folder: str) -> None:
     """Removes what killed runs left in a folder, for whatever target: only what has one of our names and no lock."""
     try:
-        names = [name for name in os.listdir(folder) if OURS.fullmatch(name)]
+        names = [name for name in os.listdir(folder) if TEMPORARY.fullmatch(name)]
     except OSError:
         return  # a folder that may be written to but not listed
     for name in names:

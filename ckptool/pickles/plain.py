@@ -68,8 +68,10 @@ def expand(node: Object) -> Any:
     return node if value is NotImplemented else value
 
 
-def is_one_line(node: Object) -> bool:
+def is_one_line(node: Any) -> bool:
     """True for an object that a line says all of: a number, a date, a path, an array, at most eight plain items."""
+    if not isinstance(node, Object):
+        return False
     value = expand(node)
     parts: Any = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return not isinstance(value, Object) and len(parts) <= 8 and all(type(part) in SCALARS for part in parts)

@@ -128,7 +128,7 @@ def _value_lines(value: Any, limit: int | None, sibling_limit: int | None = None
                 continue
         is_short = isinstance(node, (list, tuple)) and (len(node) <= FEWEST or sibling_limit)
         flat = path if is_short and all(isinstance(item, (str, int, float, type(None))) for item in node) else None
-        flat = path if isinstance(node, Object) and is_one_line(node) else flat  # in an object that is unknown
+        flat = path if is_one_line(node) else flat  # in an object that is unknown
         label = "  " * (len(path) - 1) + (segment_text(path[-1]) or "''")
         if is_short and flat is not None and len(node) > FEWEST:
             yield f"{label}: {listed([value_text(item, 40) for item in node], FEWEST)}"
