@@ -62,7 +62,8 @@ def with_optimizers(
         if form == IDS and not any(type(slot) is str for slot in slots.slots):
             line = f"numbers as keys, {count}"
         elif form == IDS:
-            if strange := [slot for slot in slots.tree["state"] if slot not in {*slots.slots}]:
+            numbered = {*slots.slots}
+            if strange := [slot for slot in slots.tree["state"] if slot not in numbered]:
                 what = f"{place} has state for {listed(strange, 3)}"
                 raise Conflict(what, "No group has that parameter, so it has no number. Nothing was written.")
             changed, line = slots.numbered(), f"{count} by number"

@@ -96,7 +96,8 @@ def read(source: Input) -> Checkpoint:
         what = f"{counted(len(tables.unused), 'name has', 'names have')} data that no tensor uses"
         notes.append(Note("unused-record", f"{what}: {listed(sorted(tables.unused), 3)}"))
     ends = (SUFFIX, METADATA, METADATA + ".tmp")
-    strays = [name for name in folder.names if name.endswith(ends) and name not in {*tables.files, *names}]
+    used = {*tables.files, *names}
+    strays = [name for name in folder.names if name.endswith(ends) and name not in used]
     if stale := [name for name in strays if size_at(os.path.join(folder.path, name))[0]]:  # an empty one has no values
         whose = METADATA if METADATA in names else "the ranks' tables"
         what = f"{counted(len(stale), 'file is', 'files are')} used by no value in {whose}"
