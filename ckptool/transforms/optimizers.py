@@ -168,7 +168,7 @@ class Slots:
             # DeepSpeed lists the names of buffers, which no optimizer has, beside the weights.
             holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
             beside = holder.get("buffer_names") if isinstance(holder, dict) else None
-            buffer_names = [name for name in beside if type(name) is str] if isinstance(beside, list) else []
+            buffer_names = {name for name in beside if type(name) is str} if isinstance(beside, list) else set()
             first_names: dict[Any, str] = {}  # of each tensor
             for key, value in root.node.items():
                 if type(key) is str and isinstance(value, (TensorEntry, Composite)):

@@ -67,8 +67,8 @@ def read(source: Input) -> Checkpoint:
             first, *rest = (chunk.place for chunk in value.chunks)
             for other in rest:  # of other ranks
                 same = payloads.same(first, other)
-                if same is None and name not in joiner.not_compared:
-                    joiner.not_compared.append(name)
+                if same is None:
+                    joiner.not_compared[name] = None
                 if same is False:
                     whose, theirs = owner_of(first.relative_path), owner_of(other.relative_path)
                     joiner.different[name] = f"the one of {whose} is used; {theirs} has a different one"
