@@ -168,7 +168,7 @@ class Diff(Report):
         yield from (block("counters and other integers", integers, by_end=True), "")
         rows = [(part.name or WHOLE, *_part_cells(part)) for part in self.parts if part.largest_change]
         heads = ("", "tensors", "change", "layers (· the same)")
-        yield from (Table(rows, title="parts", heads=heads, right=(1, 2)), "")
+        yield from (Table(rows, title="parts", heads=heads, right=(1, 2), **limits | {"limit": 3 * room or None}), "")
         for side, only in zip(sides, (self.only_left, self.only_right), strict=True):
             yield from (block(f"only in {side}", [(entry.address, entry_text(entry.node)) for entry in only]), "")
         yield from (block("other than by value", aspect_rows(self)), "")
@@ -259,7 +259,7 @@ def tensors_changed(diff: Diff) -> list[tuple[str, Difference]]:
 
 def group_rows(rows: Iterable[tuple[str, Difference]], room: int) -> tuple[list[tuple[str, ...]], int]:
     """Groups of tensors, those of a part together, the largest change first; and how many did not fit."""
-    parts, cells, omitted = dict[str, list[tuple[str, Difference]]](), list[tuple[str, ...]](), 0
+    parts, cells, omitted = dict[str, list[tuple[str, Difference]]](), list[tuple[float, tuple[str, ...]]](), 0
     for name, change in rows:
         parts.setdefault(differences.place(change.path)[0], []).append((name, change))
     limit = max(2 * room // len(parts) ** 2, 3) if room else None
@@ -274,8 +274,12 @@ def group_rows(rows: Iterable[tuple[str, Difference]], room: int) -> tuple[list[
             first = max(values, key=change_of, default=None)  # which changed most; in words where there is no number
             peak, mean = (None, 0.0) if first is None else (first.max_abs, first.mean_rel or 0.0)
             how = "differ" if peak is None else "NaN, inf" if peak == inf else percent(mean) if peak else "bits only"
-            cells.append((name or WHOLE, how, number(top), percent(changed / max(total, 1))))
-    return cells, omitted
+            size = -1.0 if first is None else change_of(first)
+            cells.append((size, (name or WHOLE, how, number(top), percent(changed / max(total, 1)))))
+    if room and len(cells) > 3 * room:  # of many parts
+        omitted += len(cells) - 3 * room
+        cells = sorted(cells, key=lambda cell: -cell[0])[: 3 * room]
+    return [row for _, row in cells], omitted
 
 
 def totals(values: Values) -> tuple[int, int, float | None]:

@@ -66,6 +66,11 @@ class Row(NamedTuple):
         return cls(key, list(names), [f"{label} {listed(names, limit)}"] if names else [])
 
 
+def first_of(lines: Sequence[str], most: int = 20) -> list[str]:
+    """So many lines for people, and one that says how many more there are."""
+    return [*lines[:most], f"… {len(lines) - most:,} more"] if len(lines) > most else [*lines]
+
+
 def lines_of(rows: Iterable[Row | str]) -> list[str]:
     """The lines that rows have for people."""
     return [line for row in rows for line in ([row] if isinstance(row, str) else row.lines)]
@@ -531,9 +536,8 @@ def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | 
     names = [f"{old} → {new}" for old, new in renamed.names.items()]
     return saved.about(
         f"{renamed.changed:,} of {counted(renamed.total, 'key')} renamed" if renamed.changed else clean,
-        Row("roots", roots, of if len(of) > 1 else []),
-        *names[:3],
-        *([f"… {len(names) - 3:,} more"] if len(names) > 3 else []),
+        Row("roots", roots, first_of(of) if len(of) > 1 else []),
+        *first_of(names, 3),
         changed=renamed.changed,
         keys=renamed.total,
         notes=notes,

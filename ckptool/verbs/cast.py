@@ -17,7 +17,7 @@ from ckptool.formats.model_folder import model_folder, quantization_config
 from ckptool.transforms.casting import Cast, cast_roots, parse_dtype
 from ckptool.transforms.dequantize import dequantize as dequantized
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Exclude, Only, Out
-from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change, out_first
+from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change, first_of, out_first
 
 SHOWN = 12  # weights that are listed without -n
 
@@ -92,7 +92,7 @@ def cast(
     facts = [{"storage_of": name, "from": kind.name, **tally} for name, kind, tally in lossy]
     skipped = [{"path": name, "kind": kind} for name, kind in plan.skipped]
     rows.append(Row("lossy", facts, _losses(plan, bool(weights)) if plan.tensors and not dry_run else ()))
-    rows.append(Row("skipped", skipped, [f"{name} left as it is ({kind})" for name, kind in plan.skipped]))
+    rows.append(Row("skipped", skipped, first_of([f"{name} left as it is ({kind})" for name, kind in plan.skipped])))
     if weights:
         summary = f"{counted(len(weights), 'quantized weight')} computed as {target.name}" + (
             f"; {summary}" if plan.tensors else ""
