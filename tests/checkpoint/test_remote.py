@@ -219,7 +219,7 @@ FAULTS: dict[str, tuple[Any, type[CkptoolError] | None, str]] = {
     "slow": (ALWAYS("wait"), FileProblem, "imeout"),
     "without ranges": (ALWAYS("ignore"), Unsupported, "does not support range requests"),
     "without ranges later": (["", "ignore"], Unsupported, "does not support range requests"),
-    "changed": (["", "change"], FileChanged, "changed while"), "denied": (["deny"], NoPermission, "403"),
+    "changed": (["", "change"], FileChanged, "changed since"), "denied": (["deny"], NoPermission, "403"),
 }  # fmt: skip
 
 
