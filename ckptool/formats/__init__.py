@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
+from io import BufferedIOBase
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
 from ckptool.checkpoint import Checkpoint, FileRange, Note, PartKind, PartOf
@@ -33,7 +34,8 @@ else:
     Module = type("Module", (), {})  # the signatures of verbs are read where torch is not installed
 
 PathLike = str | os.PathLike[str]
-CheckpointLike: TypeAlias = PathLike | IO[bytes] | Mapping[Any, Any] | Checkpoint | Module
+OpenFile = IO[bytes] | BufferedIOBase  # gzip's and the like are only this to type checkers
+CheckpointLike: TypeAlias = PathLike | OpenFile | Mapping[Any, Any] | Checkpoint | Module
 """A path or `FILE#ADDRESS`, an open binary file, a dictionary of tensors or arrays, a checkpoint, a module."""
 
 
