@@ -35,6 +35,7 @@ from ckptool.pickles.weights_only import takes, weights_only
 
 if TYPE_CHECKING:
     from ckptool.analysis.values import Statistics
+    from ckptool.checkpoint.dtypes import DType
 
 WASTE_WORTH_A_NOTE = 1 << 16
 MAX_ENTRIES = 50_000  # plain values that are listed one by one
@@ -65,6 +66,34 @@ class TensorRow:
     def address(self) -> str:
         return address(self.path)
 
+    @property
+    def dtype(self) -> DType | None:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        return self.tensor.shape
+
+    @property
+    def stride(self) -> tuple[int, ...] | None:
+        return getattr(self.tensor, "stride", None)
+
+    @property
+    def offset(self) -> int | None:
+        return getattr(self.tensor, "offset", None)
+
+    @property
+    def kind(self) -> str | None:
+        return getattr(self.tensor, "kind", None)
+
+    @property
+    def location(self) -> str:
+        return self.tensor.location
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
 
 @facts.dataclass(slots=True, eq=False)
 class EntryRow:
@@ -79,6 +108,10 @@ class EntryRow:
     @property
     def address(self) -> str:
         return address(self.path)
+
+    @property
+    def type(self) -> str:
+        return type_name(self.value)
 
     @property
     def text(self) -> str:
