@@ -377,8 +377,7 @@ def _check_of_types(function: Any, kinds: Mapping[str, Any]) -> Callable[[str, A
             if not (isinstance(each, Iterable) and all(isinstance(item, kind) for item in each)):
                 raise UsageError(problem, f"Its {part} have to be {word}.")
             return each
-        is_numpys: Any = isinstance(value, Real) and type(value).__module__ == "numpy"
-        return value.item() if is_numpys else value
+        return value.item() if isinstance(value, Real) and hasattr(value, "item") else value  # numpy's
 
     return taken
 

@@ -35,7 +35,6 @@ from ckptool.pickles.weights_only import takes, weights_only
 
 if TYPE_CHECKING:
     from ckptool.analysis.values import Statistics
-    from ckptool.checkpoint.dtypes import DType
 
 WASTE_WORTH_A_NOTE = 1 << 16
 MAX_ENTRIES = 50_000  # plain values that are listed one by one
@@ -47,6 +46,10 @@ _COUNTS = dict.fromkeys(("count", "zeros", "nans", "infs"), words.INTEGER)
 _NUMBERS = words.fields(dict.fromkeys(STATISTICS, words.optional(words.NUMBER)) | _COUNTS)
 _ROW = words.fields({"path": words.PATH, **words.TENSOR}, {**words.TENSOR_ALSO, "statistics": _NUMBERS})
 _ENTRY = words.fields({"path": words.PATH, "type": words.TEXT, "value": words.VALUE}, {"same_as": words.PATH})
+
+
+def _of_tensor(name: str) -> Any:
+    return property(lambda row: getattr(row.tensor, name, None))
 
 
 # Rows are not frozen, though nobody assigns to them: there is one for each tensor, and making a frozen object takes
@@ -66,33 +69,10 @@ class TensorRow:
     def address(self) -> str:
         return address(self.path)
 
-    @property
-    def dtype(self) -> DType | None:
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...] | None:
-        return self.tensor.shape
-
-    @property
-    def stride(self) -> tuple[int, ...] | None:
-        return getattr(self.tensor, "stride", None)
-
-    @property
-    def offset(self) -> int | None:
-        return getattr(self.tensor, "offset", None)
-
-    @property
-    def kind(self) -> str | None:
-        return getattr(self.tensor, "kind", None)
-
-    @property
-    def location(self) -> str:
-        return self.tensor.location
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
+    # As JSON has them; None where a tensor has no such thing.
+    dtype, shape, stride, offset, kind, location, nbytes = map(
+        _of_tensor, ("dtype", "shape", "stride", "offset", "kind", "location", "nbytes")
+    )
 
 
 @facts.dataclass(slots=True, eq=False)
@@ -109,9 +89,7 @@ class EntryRow:
     def address(self) -> str:
         return address(self.path)
 
-    @property
-    def type(self) -> str:
-        return type_name(self.value)
+    type = property(lambda row: type_name(row.value))
 
     @property
     def text(self) -> str:
@@ -306,8 +284,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     """The contents of a checkpoint, or of the part at an address. Reads no tensor data."""
     base, tree = find(checkpoint.tree, at)
     rows, entries = list[TensorRow](), list[EntryRow]()
-    numbers: dict[int, int] = {}
-    sizes: dict[int, int] = {}
+    numbers, sizes = dict[int, int](), dict[int, int]()
     places: dict[int, Path] = {}  # of containers, the first of each
     repeat: Path | None = None
     said: Path | None = None  # of an object whose line says all that is in it

@@ -541,6 +541,10 @@ class Checkpoint:
         where = f" {self.source}" if self.source else ""
         return f"<checkpoint{where} ({self.container})>"
 
+    def _ipython_key_completions_(self) -> list[Any]:
+        """What TAB offers after `ckpt["`: the names at the top, and the addresses of tensors."""
+        return [*dict.fromkeys((*self, *self.tensors()))] if isinstance(self._top(), dict) else []
+
     def _repr_html_(self) -> str:
         html: str = import_module("ckptool.render.html").checkpoint_html(self)
         return html
