@@ -275,5 +275,6 @@ def test_tab_in_a_notebook_completes_names_and_addresses(tmp_path: Path) -> None
     ipython = pytest.importorskip("IPython.core.completer")
     file = saved({"model": {"a.w": torch.ones(1), "b": torch.ones(1)}, "mode": 3, 4: 5}, tmp_path / "a.pt")
     completer = ipython.IPCompleter(None, namespace={"ckpt": ckptool.open(file)})
-    _, found = completer.complete(line_buffer='ckpt["mode', cursor_pos=10)
+    with ipython.provisionalcompleter():
+        found = [completion.text for completion in completer.completions('ckpt["mode', 10)]
     assert [name.removeprefix('ckpt["') for name in found] == ["mode", "model", "model/a.w", "model/b"]
