@@ -27,7 +27,7 @@ from ckptool.conventions.state_dicts import kinds_of
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dataclass, dim, green, red, size, yellow
 from ckptool.formats import PathLike, marks, members, sharded
-from ckptool.formats.folder import MEMBERS
+from ckptool.formats.folder import MEMBERS, plain_name
 from ckptool.formats.layouts import deepspeed, megatron, torch_checkpointing
 from ckptool.formats.members import all_uses, is_pickled
 from ckptool.formats.unrecognized import OtherProgram
@@ -386,10 +386,10 @@ def _file_row(full: bool, path: str) -> ScannedFile:
             more = f" and {counted(len(problems) - 1, 'more problem')}" if len(problems) > 1 else ""
             raise Corrupt(f"{problems[0].what}{more}", problems[0].why)
     part = checkpoint.part
-    is_model = any(root.is_model for root in contents.roots)
+    is_model, name = any(root.is_model for root in contents.roots), plain_name(os.path.basename(path))
     if part is not None and not part.is_complete:
         state, problem = PART, f"{part.label}: {part.meaning}"
-    elif members.BESIDE_WEIGHTS.fullmatch(os.path.basename(path)) and not is_model:
+    elif members.BESIDE_WEIGHTS.fullmatch(name) and (members.RANDOM_STATES.fullmatch(name) or not is_model):
         state, problem = MEMBER, "belongs to weights, and is not a checkpoint by itself"
     else:
         notes = [*marks.recovered_notes(checkpoint.metadata), *(n for n in contents.notes if n.code == UNSAFE)]

@@ -33,7 +33,7 @@ from ckptool.checkpoint.nodes import fields, items, same_kind
 from ckptool.commands import command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, Unsupported, counted, listed, printable
 from ckptool.formats.boxes import Piece
-from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in
+from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in, without_copies
 from ckptool.formats.layouts import zero
 from ckptool.formats.layouts.zero import StageFiles
 from ckptool.formats.pieces import Joiner, Vector, agree, refuse_other
@@ -194,6 +194,7 @@ def read(folder: Folder) -> Checkpoint:
             if group is None:
                 groups.append(group := {**other, "params": []})
             group["params"] = [*group["params"], *(name for name in other["params"] if name not in known)]
+    tag.joiner.refuse_other_runs()  # of tied weights, which several stages have
     engine = ", pipeline" if is_pipeline else ""
     if not tag.first.shares:
         if states.get("param_shapes") is not None:
@@ -405,12 +406,13 @@ def _universal(tag: Tag) -> Checkpoint:
         for name, shape in shapes.items():
             slots: dict[str, Any] = {}  # its values by the names of their files, in its shape
             files = Folder(os.path.join(zero_folder.path, name))
-            for file in (file for file in files.names if file.endswith(".pt")):
+            for file in (file for file in without_copies(files.names) if file.endswith(".pt")):
                 value = tag.joiner.open(file, files).tree
                 value = zero.bare(value.get("param") if isinstance(value, dict) else value)
                 if isinstance(value, TensorEntry) and len(value.shape) == 1 and value.numel == prod(shape):
                     value = value.reshape(shape)
-                slots[file.removesuffix(".pt")] = value
+                slots[key := file.removesuffix(".pt")] = value
+                tag.joiner.untied += [f"{name}/{file}"] if key not in (_WEIGHT, "step") else []
             zero_folder.adopt(name, files)
             weight = slots.get(_WEIGHT)
             if not isinstance(weight, TensorEntry):

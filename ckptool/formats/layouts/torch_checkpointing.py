@@ -23,7 +23,7 @@ from ckptool.checkpoint.nodes import inside
 from ckptool.checkpoint.tree import Path
 from ckptool.errors import CkptoolError, LimitExceeded, Unsupported, counted, listed, printable
 from ckptool.formats.boxes import sizes_of
-from ckptool.formats.folder import MOST_NAMED, damaged, lacks, missing_ranks, mixed
+from ckptool.formats.folder import MOST_NAMED, damaged, lacks, missing_ranks, mixed, without_copies
 from ckptool.formats.pieces import Joiner
 from ckptool.formats.placements import MAX_MESH, RankFile, RankShare, distributed, row_major_axes
 from ckptool.formats.rank_trees import Described, joined_trees
@@ -59,7 +59,7 @@ def detect(head: bytes, source: Input) -> bool:
 
 
 def _files(folder: Folder) -> dict[str, re.Match[str]]:
-    return {name: match for name in folder.names if (match := _FILE.fullmatch(name))}
+    return {name: match for name in without_copies(folder.names) if (match := _FILE.fullmatch(name))}
 
 
 def belonging(folder: Folder) -> set[str]:
@@ -86,7 +86,8 @@ def read(source: Folder) -> Checkpoint:
         by_path = {path: rank for rank, (path, _) in sorted(files.items(), reverse=True)}  # of a file that ranks share
         rank_files = [RankFile(str(source), files[rank][0], rank, world, tables) for rank in sorted(by_path.values())]
         values = [_opened(joiner, *files[file.rank]) for file in rank_files]
-        tree[item] = joined_trees(joiner, item, rank_files, values, _described(source, table, item))
+        described, apart = _described(source, table, item), not item.startswith("model")
+        tree[item] = joined_trees(joiner, item, rank_files, values, described, apart=apart)
     used = _names(items)
     if unused := [name for name in source.names if name not in used]:
         what = f"{counted(len(unused), 'file is', 'files are')} of no known item"
