@@ -48,6 +48,7 @@ class NamePattern:
 
 # Of shards, and the index that says which tensor is in which.
 NUMBERED = NamePattern("-of-", r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<suffix>\.[A-Za-z]+)")
+_NUMBERED_SOMEHOW = NamePattern("-of-", r".+?-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5}).*")  # `…_old.bin`
 INDEX = NamePattern(".index.", r".+\.(?:safetensors|bin)\.index(?:\.[A-Za-z0-9_-]+)?\.json")
 # Of what each rank saved: DeepSpeed's shares, model and layers; FSDP's; Megatron's folders; Llama's files.
 STATES = NamePattern(
@@ -81,6 +82,16 @@ def plain_name(name: str) -> str:
     what `optimizer.pt` does."""
     match = _OF_A_COPY.fullmatch(name.lower())
     return match["stem"] + match["suffix"] if match else name.lower()
+
+
+# What programs call what they have not finished, or hide.
+_UNFINISHED = re.compile(r"tmp[-_].*|\..+|.+\.(?:tmp|part|partial|incomplete)")
+
+
+def is_set_aside(path: str) -> bool:
+    """True for the path in a folder of what is not finished or hidden, or a copy."""
+    *folders, name = path.split(os.sep)
+    return any(map(_UNFINISHED.fullmatch, (*folders, name))) or plain_name(name) != name.lower()
 
 
 def without_copies(names: Collection[str]) -> list[str]:
@@ -316,12 +327,14 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
 def _shard(folder: str, name: str) -> PartOf | None:
     """The shard that a file of this plain name is: an index names it, or its own name numbers it among several; None
     for neither."""
-    numbered = NUMBERED.fullmatch(name)
+    numbered = _NUMBERED_SOMEHOW.fullmatch(name)
     number, count = (int(numbered["number"]), int(numbered["count"])) if numbered else (0, 0)
-    whole, evidence, index = "", "the index of the set is not beside it", ""
+    whole, index = "", ""
     # On another machine, each listing is a request.
     siblings = _beside(os.path.join(folder, name)) if numbered or not is_url(folder) else ()
-    for sibling in filter(INDEX.fullmatch, siblings):
+    indexes = list(filter(INDEX.fullmatch, siblings))
+    evidence = "its name says so" if indexes else "the index of the set is not beside it"
+    for sibling in indexes:
         table = fields(json_or_none(os.path.join(folder, sibling), MAX_INDEX)).get("weight_map")
         files = sorted({plain_name(file) for file in fields(table).values() if type(file) is str})
         if name in files:

@@ -83,7 +83,8 @@ BESIDE_WEIGHTS = NamePattern(
     r"|pytorch_model(?:_\d+|_fsdp(?:_\d+)?)\.bin|common\.pt|meta\.pt|distrib_optim\.pt",
 )
 _OTHER_MODEL = NamePattern("_", r"(?:pytorch_)?model_\d+\.(?:safetensors|bin)")
-_TRAINING = ("optimizer", "scheduler", "rng_state", "random_states", "trainer_state", "sampler", "common.pt", "meta.pt")
+NO_WEIGHTS = ("optimizer", "scheduler", "rng_state", "random_states", "sampler")
+_TRAINING = (*NO_WEIGHTS, "trainer_state", "common.pt", "meta.pt")
 _FOLDERS = NamePattern("", r"global_step\d+|pytorch_model_fsdp_\d+|optimizer_\d+|pytorch_model")
 _WITH_WEIGHTS = ("global_step", "pytorch_model")
 RANDOM_STATES = NamePattern("_", r"(?P<set>rng_state_|random_states_)(?P<rank>\d+)(?P<rest>)\.(?:pth|pkl)")
@@ -200,6 +201,10 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
             parts.append(part)
             if part.kind is PartKind.MEMBERS and not part.is_complete:
                 errors[name] = part.meaning
+    untied = [f"{name}/{file}" for name, member in members.items() for file in member.untied]
+    if layout.by_rules and len(members) > 1:
+        untied = [name for name, member in members.items() if "iteration" not in fields(member.tree)]
+    checkpoint = replace(checkpoint, untied=(*checkpoint.untied, *untied))
     errors |= {name: why for name, why in _of_other_steps(members).items() if name not in errors}
     # The number of ranks that saved the folder, as far as its members say.
     counts = [member.metadata.get("ranks") for member in (checkpoint, *members.values())]
@@ -218,6 +223,8 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         raise Corrupt(what, f"{problems}.", "Take an earlier checkpoint.")
     # A file (`pytorch_model.bin`) holds those of one model, whatever its container.
     only_weights = named(checkpoint.container).tensors_only or not isinstance(checkpoint.source, Folder)
+    if isinstance(checkpoint.source, Source) and any(name.startswith(_TRAINING) for name in members):
+        checkpoint = replace(checkpoint, untied=(os.path.basename(checkpoint.source.path), *checkpoint.untied))
     if isinstance(checkpoint.source, Folder) and not only_weights:
         checkpoint = _in_tree(checkpoint, checkpoint.source, members)
     if checkpoint.container == NAME:
@@ -230,9 +237,6 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     detail = problems or f"all of its files are present; {_NOT_JOINED[layout.by_rules]}"
     join = command("convert", folder.path, rules_file=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
     meaning = f"{layout.kind}; {detail}"
-    if layout.by_rules and len(members) > 1:
-        untied = [name for name, member in members.items() if "iteration" not in fields(member.tree)]
-        checkpoint = replace(checkpoint, untied=tuple(untied))
     return replace(checkpoint, part=PartOf(PartKind.MEMBERS, label, meaning, number, count, folder.path, join=join))
 
 
@@ -405,9 +409,10 @@ def _training_members(folder: Folder, *, beside: bool = False) -> MemberFiles | 
         if not of_deepspeed and not any(map(_OPTIMIZER.fullmatch, folder.names)):
             missing.append("optimizer_0" if is_sharded else OPTIMIZER)
         missing += [] if of_deepspeed or SCHEDULER in names else [SCHEDULER]
+        missing += [] if STATE in names else [STATE]
     # The file that a program writes last, where it wrote those before: else it was stopped while it saved.
     optimizer = {OPTIMIZER, "optimizer.bin"}.intersection(names)  # the latter with FSDP, and by accelerate itself
-    if optimizer and "training_args.bin" in names and STATE not in names:
+    if optimizer and "training_args.bin" in names and STATE not in (*names, *missing):
         missing.append(STATE)
     elif "optimizer.bin" in optimizer and not (accelerates or is_trainers):
         missing.append("random_states_0.pkl")

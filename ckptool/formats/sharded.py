@@ -35,7 +35,7 @@ from ckptool.errors import (
 )
 from ckptool.facts import dataclass, field, replace
 from ckptool.formats import HEAD, marks, read_alone, safetensors, whole_tree
-from ckptool.formats.folder import INDEX, NUMBERED, plain_name
+from ckptool.formats.folder import CONSOLIDATED, INDEX, NUMBERED, plain_name
 from ckptool.formats.layouts import hf_pieces
 from ckptool.formats.strict_json import parse_object
 
@@ -83,9 +83,9 @@ def candidates(folder: Folder) -> list[str]:
     """
     indexes = [name for name in folder.names if _is_index(name)]
     usual = [name for name in indexes if name.endswith(".index.json")]
-    # Beside consolidated.01.pth, it is what one of several ranks has.
-    names = [name for name in folder.names if name != "consolidated.00.pth" or "consolidated.01.pth" not in folder]
-    singles = {name: match for name in names if (match := SINGLE.fullmatch(name))}
+    singles = {name: match for name in folder.names if (match := SINGLE.fullmatch(name))}
+    if any(map(CONSOLIDATED.fullmatch, {*folder.names} - singles.keys())):  # it is what one of several ranks has
+        singles.pop("consolidated.00.pth", None)
     plain = [name for name, match in singles.items() if not match["variant"]]
     variants = indexes or list(singles)
     if usual and plain:

@@ -13,12 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import Shard
 
+import ckptool
 from tests.support.cli import Run
+from tests.support.dcp_folders import save_dcp
 from tests.support.deepspeed_folders import write_zero, zero_weights
 from tests.support.looped import looped
 from tests.support.part_files import accelerate_folder, saved_below, trainer_folder
+from tests.support.range_server import RangeServer
 from tests.support.rank_files import FULL, divided, save_ranks
 from tests.support.ranks import save_on_two_ranks
 from tests.support.sharded_folders import bins, hub
@@ -55,8 +59,6 @@ def zero(stage: int) -> Callable[[Path, int], object]:
 
 
 def rank_files(folder: Path, step: int) -> None:
-    from torch.distributed.tensor import Shard
-
     def split(value: torch.Tensor, mesh: Any) -> Any:
         return divided(value, mesh, [Shard(0)])
 
@@ -217,5 +219,96 @@ def test_what_a_verb_takes_for_whole_is_what_was_saved(
         is_alone = name in ("trainer", "accelerate")  # whose files, but for those with a step, say nothing of others
         is_all = written is not None and sorted(map(str, written.values())) == sorted(map(str, expected.values()))
         assert (how == "older" and (ties or is_alone)) or (how == "renamed" and is_all), verified
-    elif verified.code and best.code == 0:  # no scan reads values; without ZeRO's optimizer a model is still whole
-        assert how == "older" or "mp_rank_00_model_states" in best.out, best
+    elif verified.code and best.code == 0:  # no scan reads values; a model is whole without its optimizer
+        assert how == "older" or Path(best.out).name.startswith(("mp_rank_00_model_states", "model")), best
+
+
+# One by one --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def iteration(tmp_path: Path) -> Path:
+    """An iteration of Megatron-Core, whose optimizer has names beside those of the model."""
+    folder = tmp_path / "iter_0000020"
+    state = {"decoder.weight": torch.ones(2, 2), "optimizer.state.exp_avg.decoder.weight": torch.ones(2, 2)}
+    save_dcp(state, folder)
+    torch.save({"iteration": 20, "optimizer": {"param_groups": [{"step": 20}]}}, folder / "common.pt")
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    return folder
+
+
+@pytest.mark.parametrize("content", [None, "", '{"sharded_ba', "{}"])
+def test_an_iteration_without_its_last_file_is_not_read_as_weights_alone(
+    content: str | None, iteration: Path, tmp_path: Path, run: Run
+) -> None:
+    out = tmp_path / "out.safetensors"
+    for named in (iteration, iteration / ".metadata"):  # the table stands for the folder
+        assert run("convert", named, "-o", out, "-f").code == 0
+        assert list(load_file(out)) == ["decoder.weight"]
+    (iteration / "metadata.json").unlink()
+    if content is not None:
+        (iteration / "metadata.json").write_text(content)
+    for named in (iteration, iteration / ".metadata"):
+        done = run("convert", named, "-o", tmp_path / "other.safetensors")
+        assert done.code == 2 and done.err.startswith("error[truncated]") and "metadata.json" in done.err
+    assert run("scan", tmp_path, "--latest-good", "-q").out.strip() == str(out)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("rank-files", "extra_state_world_size_2_rank_0.pt"), ("zero-2", "latest"), ("sharded", "model.safetensors")],
+)
+def test_a_link_that_leads_nowhere_does_not_end_a_scan(
+    name: str, file: str, saved: Path, tmp_path: Path, run: Run
+) -> None:
+    shutil.copytree(saved / name / str(NEWER), tmp_path / "run" / "global_step20")
+    place = tmp_path / "run" / ("" if file == "latest" else "global_step20") / file
+    place.unlink(missing_ok=True)
+    place.symlink_to("/nowhere/to/be/found")
+    shutil.copytree(saved / "trainer" / str(OLDER), tmp_path / "run" / "checkpoint-10")
+    done = run("scan", tmp_path / "run", "--json")
+    states = {Path(row["path"]).name: row["state"] for row in done.json["files"]}
+    assert states["checkpoint-10"] == "good" and len(states) > 1, done
+
+
+def test_a_universal_folder_without_its_model_states_is_one_that_lacks_them(
+    saved: Path, tmp_path: Path, run: Run
+) -> None:
+    folder = tmp_path / "global_step20_universal"
+    shutil.copytree(saved / "universal" / str(NEWER), folder)
+    (folder / "mp_rank_00_model_states.pt").unlink()
+    assert "lacks mp_rank_00_model_states.pt" in run("verify", folder).out
+    assert run("scan", tmp_path, "--latest-good").code == 1  # no file of a parameter is a checkpoint
+
+
+@pytest.mark.parametrize("there", [(0, 1), (0, 2), (1, 2), (0, 1, 2)])
+def test_one_rank_of_llama_is_never_the_model(there: tuple[int, ...], tmp_path: Path, run: Run) -> None:
+    for rank in there:
+        torch.save(weights(rank), tmp_path / f"consolidated.{rank:02}.pth")
+    done = run("convert", tmp_path, "-o", tmp_path / "out.safetensors")
+    assert done.code == 2 and f"{len(there)} of {max(there) + 1} members" in done.err, done
+    assert run("verify", tmp_path).code == (len(there) <= max(there))
+
+
+@pytest.mark.parametrize("name", ["tmp-checkpoint-30", "checkpoint-30.tmp", ".ipynb_checkpoints", ".cache/x"])
+def test_what_is_hidden_or_not_finished_is_not_the_latest(name: str, tmp_path: Path, run: Run) -> None:
+    trainer(tmp_path / "checkpoint-10", OLDER)
+    trainer(tmp_path / name, NEWER)
+    assert run("scan", tmp_path, "--latest-good", "-q").out.strip() == str(tmp_path / "checkpoint-10")
+
+
+def test_keys_that_are_no_strings_are_the_same_behind_a_url(tmp_path: Path) -> None:
+    state = {"model": weights(0), "optimizer": adam(3), 3: "three", "empty": {}}
+    torch.save(state, tmp_path / "in.pt")
+    ckptool.convert(tmp_path / "in.pt", tmp_path / "ours.dcp", ranks=2)
+    with RangeServer(tmp_path) as server:
+        ckptool.convert(f"{server.url}ours.dcp/", tmp_path / "out.pt")
+    assert leaves(torch.load(tmp_path / "out.pt", weights_only=True)) == leaves(state)
+
+
+def test_what_was_chosen_among_ranks_is_said_where_it_is_written(tmp_path: Path, run: Run) -> None:
+    save_ranks(tmp_path / "in", lambda rank, mesh: {"w": divided(FULL["fc.weight"], mesh, [Shard(0)]),
+        "running_mean": torch.full((2,), float(rank))})  # fmt: skip
+    for verb in (["convert"], ["cast", "--dtype", "f64"]):
+        done = run(*verb, tmp_path / "in", "-o", tmp_path / f"{verb[0]}.pt")
+        assert done.code == 0 and "replicas-differ: 1 tensor differs between ranks" in done.out + done.err

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -58,12 +58,12 @@ _OTHER = re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
 
 
 def detect(head: bytes, source: Input) -> bool:
-    return isinstance(source, Folder) and (_has_states(source.names) or tag_of(source) is not None)
+    return isinstance(source, Folder) and (_is_saved(source.path, source.names) or tag_of(source) is not None)
 
 
 def belonging(folder: Folder) -> set[str]:
     """The names in a tag's folder, or the folder above, that belong to the checkpoint that is read there."""
-    if _has_states(folder.names):
+    if _is_saved(folder.path, folder.names):
         return {name for name in folder.names if name.endswith("_states.pt") or name == UNIVERSAL}
     tag = tag_of(folder)
     return {name for name in (tag, *LATEST, *SCRIPTS) if name in folder} if tag else set()
@@ -96,11 +96,15 @@ def _tags(folder: Folder) -> tuple[list[str], str, str]:
 
 def _is_tag(folder: Folder, name: str) -> bool:
     """True for a folder inside, by its plain name, that has DeepSpeed's files."""
-    return name in folder and _has_states(names_in(os.path.join(folder.path, name)))
+    path = os.path.join(folder.path, name)
+    return name in folder and _is_saved(path, names_in(path))
 
 
-def _has_states(names: Iterable[str]) -> bool:
-    return any(name.endswith("_states.pt") and _STATES.fullmatch(name) for name in names)
+def _is_saved(path: str, names: Collection[str]) -> bool:
+    """True for a folder with ranks' files, or the parameters of a universal one."""
+    if any(name.endswith("_states.pt") and _STATES.fullmatch(name) for name in names):
+        return True
+    return UNIVERSAL in names and _COMMON in names_in(os.path.join(path, UNIVERSAL))
 
 
 def _of_run(source: Folder) -> Checkpoint:
@@ -161,7 +165,7 @@ def read(folder: Folder) -> Checkpoint:
     files of several steps, stages or world sizes, `Unsupported` for tensor parallelism and what else is not joined,
     what opening a rank's file raises; see `_of_run`.
     """
-    if not _has_states(folder.names):
+    if not _is_saved(folder.path, folder.names):
         return _of_run(folder)
     tag = Tag(folder)
     if UNIVERSAL in folder:

@@ -50,9 +50,9 @@ def detect(head: bytes, source: Input) -> bool:
     if TABLE in source:
         return b"rank_to_layout_info" in source.open(TABLE).read(0, min(source.open(TABLE).size, MAX_TABLE))
     first = [name for name, match in _files(source).items() if match["suffix"][0] in "pb" and not int(match["rank"])]
-    for file in map(source.open, first[:MAX_LOOKS]):  # one that has parts of tensors of torch.distributed
+    for name in first[:MAX_LOOKS]:  # one that has parts of tensors of torch.distributed
         with suppress(CkptoolError):
-            tensors = (distributed(node) for node in visit(read_alone(file).tree))
+            tensors = (distributed(node) for node in visit(read_alone(source.open(name)).tree))
             if any(tensor is not None and tensor.is_dtensor for tensor in tensors):
                 return True
     return False
