@@ -48,7 +48,7 @@ class NamePattern:
 
 # Of shards, and the index that says which tensor is in which.
 NUMBERED = NamePattern("-of-", r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<suffix>\.[A-Za-z]+)")
-_NUMBERED_SOMEHOW = NamePattern("-of-", r".+?-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5}).*")  # `…_old.bin`
+_OF_A_SHARD = NamePattern("-of-", r".+-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})[^.]*\.[A-Za-z]+")  # `…_old.bin`, too
 INDEX = NamePattern(".index.", r".+\.(?:safetensors|bin)\.index(?:\.[A-Za-z0-9_-]+)?\.json")
 # Of what each rank saved: DeepSpeed's shares, model and layers; FSDP's; Megatron's folders; Llama's files.
 STATES = NamePattern(
@@ -327,7 +327,7 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
 def _shard(folder: str, name: str) -> PartOf | None:
     """The shard that a file of this plain name is: an index names it, or its own name numbers it among several; None
     for neither."""
-    numbered = _NUMBERED_SOMEHOW.fullmatch(name)
+    numbered = _OF_A_SHARD.fullmatch(name)
     number, count = (int(numbered["number"]), int(numbered["count"])) if numbered else (0, 0)
     whole, index = "", ""
     # On another machine, each listing is a request.
