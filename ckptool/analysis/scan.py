@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from ckptool import formats
 from ckptool.analysis.inspect import WEIGHTS_ONLY, listing
-from ckptool.checkpoint import FileRange, PartOf
+from ckptool.checkpoint import PartOf
 from ckptool.checkpoint.files import Folder, Source, entries_of, folder_at, open_input, size_at
 from ckptool.checkpoint.jobs import Jobs
 from ckptool.checkpoint.nodes import Object
@@ -280,10 +280,10 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
                 what = f"ckptool could not judge it ({type(bug).__name__}: {bug!s})"
                 why = "That is a bug in ckptool; it says nothing about the file."
                 rows.append(_damaged_row(file, Corrupt(what, why)))
-    for row in [row for row in rows if not (files[row.path] or row.calls)]:
-        source = Source(row.path) if row.state in ("corrupt", "truncated", "unsupported") else None
-        if source is None or not reaches_a_call(FileRange(source, 0, source.size)):  # that is, before the damage
-            rows.remove(row)
+    torn = ("corrupt", "truncated", "unsupported")  # before the damage, there may be a call
+    rows = [
+        row for row in rows if files[row.path] or row.calls or (row.state in torn and reaches_a_call(Source(row.path)))
+    ]
     good = [row for row in rows if row.is_good and files[row.path]]
     good = [row for row in good if row.is_model] or good  # rather than an optimizer or a data loader by itself
     good = [row for row in good if not is_set_aside(row.path[len(name) :])] or good

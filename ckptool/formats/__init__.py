@@ -204,7 +204,7 @@ def read_alone(source: Input) -> Checkpoint:
             if isinstance(source, Source) and re.match(container.disguise, head, re.DOTALL):
                 from ckptool.pickles.decode import reaches_a_call
 
-                if reaches_a_call(FileRange(source, 0, source.size)):
+                if reaches_a_call(source):
                     why = "Its first bytes are also opcodes that skip its header; a program follows."
                     raise Corrupt(f"{source} is a pickle, too: torch.load may run it", why, "Do not load it.")
             try:

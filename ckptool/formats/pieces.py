@@ -81,7 +81,7 @@ class Joiner:
     different: dict[str, str] = field(default_factory=dict)
     unequal: set[str] = field(default_factory=set)
     untied: list[str] = field(default_factory=list)
-    not_compared: list[str] = field(default_factory=list)
+    not_compared: dict[str, None] = field(default_factory=dict)
     _joined: dict[Any, tuple[tuple[list[Piece], TensorEntry], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -169,8 +169,8 @@ class Joiner:
             if same is False:
                 self.differs(name, f"{first.owner}'s value is used; {other.owner}'s differs")
                 break
-            if same is None and name not in self.not_compared:
-                self.not_compared.append(name)
+            if same is None:
+                self.not_compared[name] = None
         return first.entry
 
     def differs(self, name: str, what: str) -> None:
@@ -195,7 +195,7 @@ class Joiner:
             what = counted(len(self.different), "tensor differs", "tensors differ")
             yield Note(DIFFERENT, f"{what} between ranks that should agree: {shown}")
         if self.not_compared:
-            shown, count = listed(self.not_compared, 3), len(self.not_compared)
+            shown, count = listed([*self.not_compared], 3), len(self.not_compared)
             what = counted(count, "value that several ranks saved was", "values that several ranks saved were")
             yield Note(NOT_COMPARED, f"{what} not compared, as they have no checksums: {shown}")
 

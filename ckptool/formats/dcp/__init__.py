@@ -67,8 +67,8 @@ def read(source: Input) -> Checkpoint:
             first, *rest = (chunk.place for chunk in value.chunks)
             for other in rest:  # of other ranks
                 same = payloads.same(first, other)
-                if same is None and name not in joiner.not_compared:
-                    joiner.not_compared.append(name)
+                if same is None:
+                    joiner.not_compared[name] = None
                 if same is False:
                     whose, theirs = owner_of(first.relative_path), owner_of(other.relative_path)
                     joiner.differs(name, f"the one of {whose} is used; {theirs} has a different one")
@@ -97,7 +97,8 @@ def read(source: Input) -> Checkpoint:
         what = f"{counted(len(tables.unused), 'name has', 'names have')} data that no tensor uses"
         notes.append(Note("unused-record", f"{what}: {listed(sorted(tables.unused), 3)}"))
     ends = (SUFFIX, METADATA, METADATA + ".tmp")
-    strays = [name for name in folder.names if name.endswith(ends) and name not in {*tables.files, *names}]
+    used = {*tables.files, *names}
+    strays = [name for name in folder.names if name.endswith(ends) and name not in used]
     if stale := [name for name in strays if size_at(os.path.join(folder.path, name))[0]]:  # an empty one has no values
         whose = METADATA if METADATA in names else "the ranks' tables"
         what = f"{counted(len(stale), 'file is', 'files are')} used by no value in {whose}"
