@@ -27,7 +27,7 @@ from ckptool.conventions.state_dicts import kinds_of
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dataclass, dim, green, red, size, yellow
 from ckptool.formats import PathLike, marks, members, sharded
-from ckptool.formats.folder import MEMBERS
+from ckptool.formats.folder import MEMBERS, is_set_aside, plain_name
 from ckptool.formats.layouts import deepspeed, megatron, torch_checkpointing
 from ckptool.formats.members import all_uses, is_pickled
 from ckptool.formats.unrecognized import OtherProgram
@@ -286,7 +286,7 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
     ]
     good = [row for row in rows if row.is_good and files[row.path]]
     good = [row for row in good if row.is_model] or good  # rather than an optimizer or a data loader by itself
-    good = [row for row in good if not os.path.basename(row.path).startswith(("tmp-", "tmp_"))] or good  # unfinished
+    good = [row for row in good if not is_set_aside(row.path[len(name) :])] or good
     latest, by = _newest(good)
     shown = ((latest,) if latest else ()) if latest_only else tuple(rows)
     return Scan(name, True, len(entries) - len(rows), latest, by, full, latest_only, shown)
@@ -330,8 +330,10 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
         claimed = set[str]()
         if _is_checkpoint(current) and not megatron.is_run(source := Folder(current)):  # each iteration of a run is one
             candidates = sharded.candidates(source)
-            claimed = sharded.belonging(source) | members.claimed(source) | deepspeed.belonging(source)
-            claimed -= deepspeed.other_tags(source)
+            claimed = sharded.belonging(source) | members.claimed(source)
+            with suppress(CkptoolError):  # of a file that cannot be read, as a link that leads nowhere
+                claimed |= deepspeed.belonging(source)
+                claimed -= deepspeed.other_tags(source)
             claimed |= torch_checkpointing.belonging(source)
             unclaimed = {*source.names} - claimed
             has_others = any(name.lower().endswith((".pt", ".pth", ".ckpt", ".safetensors")) for name in unclaimed)
@@ -386,10 +388,10 @@ def _file_row(full: bool, path: str) -> ScannedFile:
             more = f" and {counted(len(problems) - 1, 'more problem')}" if len(problems) > 1 else ""
             raise Corrupt(f"{problems[0].what}{more}", problems[0].why)
     part = checkpoint.part
-    is_model = any(root.is_model for root in contents.roots)
+    is_model, name = any(root.is_model for root in contents.roots), plain_name(os.path.basename(path))
     if part is not None and not part.is_complete:
         state, problem = PART, f"{part.label}: {part.meaning}"
-    elif members.BESIDE_WEIGHTS.fullmatch(os.path.basename(path)) and not is_model:
+    elif members.BESIDE_WEIGHTS.fullmatch(name) and (name.startswith(members.NO_WEIGHTS) or not is_model):
         state, problem = MEMBER, "belongs to weights, and is not a checkpoint by itself"
     else:
         notes = [*marks.recovered_notes(checkpoint.metadata), *(n for n in contents.notes if n.code == UNSAFE)]

@@ -48,7 +48,6 @@ from ckptool.facts import (
 from ckptool.formats import marks, members, part_of, sharded
 from ckptool.formats.checksums import checksums
 from ckptool.formats.folder import CODE, MEMBERS
-from ckptool.formats.pieces import DIFFERENT, NOT_COMPARED
 from ckptool.formats.zip.directory import LOCAL, Archive, Record, read_archive, record_of
 
 ALL, SOME, NONE = "all", "some", "none"
@@ -63,11 +62,9 @@ _DAMAGE = (Truncated, Corrupt, Ambiguous)
 _WORDS = {"recovered-file": "recovered, not intact", "part": "incomplete"}  # of the only kind of problem
 # Notes on whether a file is whole.
 _SAID = (
-    "link-elsewhere",
-    *("interrupted-edit", "unused-record", "stale-shards", CODE, MEMBERS, DIFFERENT, NOT_COMPARED),
+    *("link-elsewhere", "interrupted-edit", "unused-record", "stale-shards", "total-size", CODE, MEMBERS),
     *("unused-files", "other-tags", "not-joined"),  # files that were not looked at, or not together
-    *("no-optimizer-files", "no-buffers", "sizes-from-pieces", "side-car-ignored"),  # what may have been there
-    *("ranks-differ", "common-collides", "copies-not-shown", "steps-differ"),
+    *("side-car-ignored", "copies-not-shown", *marks.CHOSEN),
 )
 
 
@@ -277,7 +274,7 @@ def _verify_data(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -
     part = checkpoint.part
     if folder is not None and not problems and part and part.kind is PartKind.MEMBERS and not part.is_complete:
         what = f"{folder} has {part.label}: {part.meaning}"
-        problems.append(Problem(CODE, what, "Its own list of files names more files."))
+        problems.append(Problem(CODE, what, "Only all of its members, saved together, are the checkpoint."))
     path = source.path if source is not None else ""
     notes = [note for note in checkpoint.notes if note.code in _SAID]
     if checkpoint.untied:

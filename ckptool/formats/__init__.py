@@ -109,14 +109,15 @@ _LEGACY = rb".*(?:l\xfc\x9cF\xf9 j\xa8P\x19|119547037146038801333356L|\xe9\x03\.
 # A zip that does not begin as torch's do, and any tar.
 _ARCHIVE = rb"PK\x03\x04(?!.{26}[^/\0]{1,200}/data\.pkl)|.{257}ustar"
 _WEIGHTS = r"-of-\d|\.index\.|^(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_|consolidated)"
-_ZERO = r"_states\.pt$|^latest|^global_step\d|^zero_to_fp32\.py$"
+_ZERO = r"_states\.pt$|^latest|^global_step\d|^zero_to_fp32\.py$|^zero$"
 _TORCH = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th")
 
 # Asked in this order: the table of a dcp folder is a pickle, and its files begin as zips.
 FORMATS: tuple[Format, ...] = (
     Format("sharded", "sharded", rb"\s*\{", is_folder=True, holds=_WEIGHTS, writable=True, writes_folder=True,
            tensors_only=True, keeps_metadata=True),
-    Format("megatron", "layouts.megatron", is_folder=True, holds=r"^(?:metadata\.json|latest_.*_iteration\.txt)$"),
+    Format("megatron", "layouts.megatron", endings=(".metadata",), is_folder=True,
+           holds=r"^(?:metadata\.json|common\.pt|latest_.*_iteration\.txt)$"),
     Format("dcp", "dcp", endings=(".distcp", ".metadata"), is_folder=True, holds=r"\.(?:distcp|metadata)$",
            suffixes=(".dcp",), writable=True, writes_folder=True, keeps_tree=True,
            leftovers=r"__\d{1,7}_\d{1,7}\.distcp"),

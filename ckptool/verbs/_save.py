@@ -29,7 +29,7 @@ from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, Usa
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, replace, size
 from ckptool.formats import CheckpointLike, Format, Opened, PathLike, changeable, is_in_memory, marks, open_file
 from ckptool.formats.folder import MEMBERS, refuse_placeholders
-from ckptool.formats.marks import RECOVERED_NOTE
+from ckptool.formats.marks import CHOSEN, RECOVERED_NOTE
 from ckptool.output import check_target, make_folder, remove_empty, replace_file
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
@@ -309,7 +309,7 @@ class Change:
         """The report of what was written, or would be; with notes on what the output lacks of the original."""
         dry_run = bool(self.options["dry_run"])
         verified = bool(self.options["verify"]) and not dry_run and how != "nothing"
-        codes = (RECOVERED_NOTE, OLD_GRADIENTS) if how == "new file" else (RECOVERED_NOTE,)
+        codes = (RECOVERED_NOTE, OLD_GRADIENTS, *CHOSEN) if how == "new file" else (RECOVERED_NOTE,)
         left_behind = [note for note in original.notes if note.code in codes]
         if self._has_members(original) and how != "nothing":
             from ckptool.formats.members import left_beside
