@@ -5,6 +5,7 @@ reached may not be lost.
 """
 
 import ast
+import builtins
 import gc
 import re
 import shlex
@@ -74,6 +75,26 @@ def of_tests() -> Iterator[str]:
         if "support" in path.parts or path.name == "conftest.py":
             homes.update(each for each in defined if not each.startswith("_") and each != "main")
     yield from (f"{each} is defined by {count} files of tests/support" for each, count in homes.items() if count > 1)
+
+
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def built_anew(module: Module) -> Iterator[str]:
+    """Collections that a comprehension builds again for each item, only to look whether the item is in it: of 50,000
+    names that is a minute. Capitals are constants."""
+    for each in (node for node in module.nodes if isinstance(node, COMPREHENSIONS)):
+        bound = {name.id for name in ast.walk(each) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
+        for node in (inner for condition in each.generators for inner in condition.ifs for inner in ast.walk(inner)):
+            looks = isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn))
+            for value in node.comparators if looks else []:
+                makes = isinstance(value, (*COMPREHENSIONS, ast.Set, ast.List, ast.Tuple, ast.Call, ast.BinOp))
+                parts = [part for part in ast.walk(value) if isinstance(part, ast.Name)] if makes else []
+                varies = any(not part.id.isupper() and part.id not in dir(builtins) for part in parts)
+                copies = any(isinstance(part, (ast.Starred, *COMPREHENSIONS, ast.BinOp)) for part in ast.walk(value))
+                copies |= getattr(getattr(value, "func", None), "id", "") in ("set", "list", "tuple", "dict", "sorted")
+                if varies and copies and not bound & {part.id for part in parts}:
+                    yield f"{place(module, node)}: built again for each item: {ast.unparse(node)}"
 
 
 # Words ------------------------------------------------------------------------------------------------------------
@@ -294,6 +315,7 @@ def all_wrong(house: House) -> Iterator[str]:
     for module in house.modules.values():
         yield from spelling(module)
         yield from plurals(module)
+        yield from built_anew(module)
     yield from codes(house)
     yield from taken(house)
 

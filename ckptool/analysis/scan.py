@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from ckptool import formats
 from ckptool.analysis.inspect import WEIGHTS_ONLY, listing
-from ckptool.checkpoint import FileRange, PartOf
+from ckptool.checkpoint import PartOf
 from ckptool.checkpoint.files import Folder, Source, entries_of, folder_at, open_input, size_at
 from ckptool.checkpoint.jobs import Jobs
 from ckptool.checkpoint.nodes import Object
@@ -27,7 +27,7 @@ from ckptool.conventions.state_dicts import kinds_of
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dataclass, dim, green, red, size, yellow
 from ckptool.formats import PathLike, marks, members, sharded
-from ckptool.formats.folder import MEMBERS
+from ckptool.formats.folder import MEMBERS, is_set_aside, plain_name
 from ckptool.formats.layouts import deepspeed, megatron, torch_checkpointing
 from ckptool.formats.members import all_uses, is_pickled
 from ckptool.formats.unrecognized import OtherProgram
@@ -279,13 +279,13 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
                 what = f"ckptool could not judge it ({type(bug).__name__}: {bug!s})"
                 why = "That is a bug in ckptool; it says nothing about the file."
                 rows.append(_damaged_row(file, Corrupt(what, why)))
-    for row in [row for row in rows if not (files[row.path] or row.calls)]:
-        source = Source(row.path) if row.state in ("corrupt", "truncated", "unsupported") else None
-        if source is None or not reaches_a_call(FileRange(source, 0, source.size)):  # that is, before the damage
-            rows.remove(row)
+    torn = ("corrupt", "truncated", "unsupported")  # before the damage, there may be a call
+    rows = [
+        row for row in rows if files[row.path] or row.calls or (row.state in torn and reaches_a_call(Source(row.path)))
+    ]
     good = [row for row in rows if row.is_good and files[row.path]]
     good = [row for row in good if row.is_model] or good  # rather than an optimizer or a data loader by itself
-    good = [row for row in good if not os.path.basename(row.path).startswith(("tmp-", "tmp_"))] or good  # unfinished
+    good = [row for row in good if not is_set_aside(row.path[len(name) :])] or good
     latest, by = _newest(good)
     shown = ((latest,) if latest else ()) if latest_only else tuple(rows)
     return Scan(name, True, len(entries) - len(rows), latest, by, full, latest_only, shown)
@@ -329,8 +329,10 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
         claimed = set[str]()
         if _is_checkpoint(current) and not megatron.is_run(source := Folder(current)):  # each iteration of a run is one
             candidates = sharded.candidates(source)
-            claimed = sharded.belonging(source) | members.claimed(source) | deepspeed.belonging(source)
-            claimed -= deepspeed.other_tags(source)
+            claimed = sharded.belonging(source) | members.claimed(source)
+            with suppress(CkptoolError):  # of a file that cannot be read, as a link that leads nowhere
+                claimed |= deepspeed.belonging(source)
+                claimed -= deepspeed.other_tags(source)
             claimed |= torch_checkpointing.belonging(source)
             unclaimed = {*source.names} - claimed
             has_others = any(name.lower().endswith((".pt", ".pth", ".ckpt", ".safetensors")) for name in unclaimed)
@@ -385,10 +387,10 @@ def _file_row(full: bool, path: str) -> ScannedFile:
             more = f" and {counted(len(problems) - 1, 'more problem')}" if len(problems) > 1 else ""
             raise Corrupt(f"{problems[0].what}{more}", problems[0].why)
     part = checkpoint.part
-    is_model = any(root.is_model for root in contents.roots)
+    is_model, name = any(root.is_model for root in contents.roots), plain_name(os.path.basename(path))
     if part is not None and not part.is_complete:
         state, problem = PART, f"{part.label}: {part.meaning}"
-    elif members.BESIDE_WEIGHTS.fullmatch(os.path.basename(path)) and not is_model:
+    elif members.BESIDE_WEIGHTS.fullmatch(name) and (name.startswith(members.NO_WEIGHTS) or not is_model):
         state, problem = MEMBER, "belongs to weights, and is not a checkpoint by itself"
     else:
         notes = [*marks.recovered_notes(checkpoint.metadata), *(n for n in contents.notes if n.code == UNSAFE)]

@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, Note, Storage, TensorEntry
+from ckptool.checkpoint.files import Source, unchanged
 from ckptool.checkpoint.progress import passes
 from ckptool.commands import FILE, command
 from ckptool.errors import Corrupt
@@ -161,15 +162,16 @@ def verify(entry: TensorEntry) -> None:
         crc = Crc(expected=storage.crc, name=name_of(storage.data))
         for block in blocks(storage.data):
             crc.update(block)
-        crc.check("", f"See what else is damaged: {command('verify', FILE)}")
+        with unchanged(*(files_of(entry) if crc.value != crc.expected else ())):
+            crc.check("", f"See what else is damaged: {command('verify', FILE)}")
         storage.intact = True
 
 
-def check_files(entry: TensorEntry) -> None:
-    """Raises `FileChanged` if anyone wrote to a file of the tensor since it was opened: its bytes may be new ones."""
+def files_of(entry: TensorEntry) -> Iterator[Source]:
+    """The files that hold values of a tensor. If anyone wrote to one since it was opened, its bytes may be new ones."""
     for storage in entry.storage.below():
         if isinstance(storage.data, FileRange):
-            storage.data.file.file.check_unchanged()
+            yield storage.data.file.file
 
 
 # Plans: the files that a format wants written, as segments; `output/` carries them out --------------------------------

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
+from io import BufferedIOBase
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
 from ckptool.checkpoint import Checkpoint, FileRange, Note, PartKind, PartOf
@@ -33,7 +34,8 @@ else:
     Module = type("Module", (), {})  # the signatures of verbs are read where torch is not installed
 
 PathLike = str | os.PathLike[str]
-CheckpointLike: TypeAlias = PathLike | IO[bytes] | Mapping[Any, Any] | Checkpoint | Module
+OpenFile = IO[bytes] | BufferedIOBase  # gzip's and the like are only this to type checkers
+CheckpointLike: TypeAlias = PathLike | OpenFile | Mapping[Any, Any] | Checkpoint | Module
 """A path or `FILE#ADDRESS`, an open binary file, a dictionary of tensors or arrays, a checkpoint, a module."""
 
 
@@ -107,14 +109,15 @@ _LEGACY = rb".*(?:l\xfc\x9cF\xf9 j\xa8P\x19|119547037146038801333356L|\xe9\x03\.
 # A zip that does not begin as torch's do, and any tar.
 _ARCHIVE = rb"PK\x03\x04(?!.{26}[^/\0]{1,200}/data\.pkl)|.{257}ustar"
 _WEIGHTS = r"-of-\d|\.index\.|^(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_|consolidated)"
-_ZERO = r"_states\.pt$|^latest|^global_step\d|^zero_to_fp32\.py$"
+_ZERO = r"_states\.pt$|^latest|^global_step\d|^zero_to_fp32\.py$|^zero$"
 _TORCH = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".pkl", ".model", ".th")
 
 # Asked in this order: the table of a dcp folder is a pickle, and its files begin as zips.
 FORMATS: tuple[Format, ...] = (
     Format("sharded", "sharded", rb"\s*\{", is_folder=True, holds=_WEIGHTS, writable=True, writes_folder=True,
            tensors_only=True, keeps_metadata=True),
-    Format("megatron", "layouts.megatron", is_folder=True, holds=r"^(?:metadata\.json|latest_.*_iteration\.txt)$"),
+    Format("megatron", "layouts.megatron", endings=(".metadata",), is_folder=True,
+           holds=r"^(?:metadata\.json|common\.pt|latest_.*_iteration\.txt)$"),
     Format("dcp", "dcp", endings=(".distcp", ".metadata"), is_folder=True, holds=r"\.(?:distcp|metadata)$",
            suffixes=(".dcp",), writable=True, writes_folder=True, keeps_tree=True,
            leftovers=r"__\d{1,7}_\d{1,7}\.distcp"),
@@ -206,7 +209,7 @@ def read_alone(source: Input) -> Checkpoint:
             if isinstance(source, Source) and re.match(container.disguise, head, re.DOTALL):
                 from ckptool.pickles.decode import reaches_a_call
 
-                if reaches_a_call(FileRange(source, 0, source.size)):
+                if reaches_a_call(source):
                     why = "Its first bytes are also opcodes that skip its header; a program follows."
                     raise Corrupt(f"{source} is a pickle, too: torch.load may run it", why, "Do not load it.")
             try:

@@ -57,7 +57,7 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
     if pickles := [name for name in archive.records if name.rpartition("/")[2] == "data.pkl"]:
         raise Ambiguous(f"{source} holds numpy arrays beside {pickles[0]}")
     tree: dict[str, Any] = {}
-    pickled = list[str]()
+    pickled = dict[str, None]()
     mark = archive.records.get(marks.RECOVERED_RECORD)
     metadata = {marks.RECOVERED: mark.contents(marks.MAX_RECORD).decode("utf-8", "replace")} if mark else {}
     for name, record in archive.records.items():
@@ -68,7 +68,7 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
             raise Ambiguous(f"{source} has the records {key} and {name}")
         tree[key] = read_array(record.data, f"{source}: {record}", record.sum)
         if tree[key] is None:
-            pickled.append(key)  # its calls are not known; its checksum tells it from others
+            pickled[key] = None  # its calls are not known; its checksum tells it from others
             tree[key] = Object(Global("numpy", "load"), (name, record.crc, record.size))
     notes = [*archive.notes]
     if non_tensors := [
@@ -80,7 +80,7 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
         notes.append(Note("other-arrays", f"{what}: {listed(non_tensors, 4)}"))
     if pickled:
         what = counted(len(pickled), "array of Python objects is a pickle", "arrays of Python objects are pickles")
-        notes.append(Note("other-arrays", f"{what}, not read: {listed(pickled, 4)}"))
+        notes.append(Note("other-arrays", f"{what}, not read: {listed([*pickled], 4)}"))
     notes += marks.recovered_notes(metadata)
     return Checkpoint(tree, NAME, metadata, source.file, notes=tuple(notes), tensors_only=True)
 

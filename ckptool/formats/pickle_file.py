@@ -37,13 +37,13 @@ def detect(head: bytes, source: Input) -> bool:
     if head[0] == _PROTO:
         return head[1:2] <= b"\5"
     if _OLD.match(head) is None:
-        return reaches_a_call(FileRange(source, 0, source.size))
+        return reaches_a_call(source)
     try:
         decode(head, lambda _: None, {}, name="")
     except Truncated:
         return source.size > len(head)
     except CkptoolError:
-        return reaches_a_call(FileRange(source, 0, source.size))
+        return reaches_a_call(source)
     return True
 
 

@@ -14,7 +14,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from ckptool.checkpoint import Composite, Data, Note
+from ckptool.checkpoint import Composite, Data, FileRange, Note
+from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.graph import alike, check_depth, structural_parts, visit
 from ckptool.checkpoint.nodes import Global, Object, canonical
 from ckptool.checkpoint.numpy_arrays import LongValue
@@ -456,10 +457,10 @@ class _NoCall(dict[Global, Builder]):
         raise UnsafeObject(f"a call of {fn}")
 
 
-def reaches_a_call(data: Data) -> bool:
+def reaches_a_call(source: Source) -> bool:
     """True if pickle, reading from the first byte, reaches a call before anything that it cannot read: whatever else
     the bytes are, `torch.load` makes that call."""
-    lexer = _Lexer(data, 0)
+    lexer = _Lexer(FileRange(source, 0, source.size), 0)
     try:
         with suppress(Corrupt, Truncated, Unsupported):  # what comes before the error is run
             lexer.run()

@@ -241,7 +241,8 @@ class Retention:
             intact = [saved for saved in intact if saved.step not in new or is_whole(saved, verify)]
             checked |= new
         unwanted = [saved for saved in intact if saved.step not in reasons]
-        damaged = {saved.step: ["damaged"] for saved in saves if saved not in intact}
+        paths = {saved.path for saved in intact}
+        damaged = {saved.step: ["damaged"] for saved in saves if saved.path not in paths}
         return dict(sorted((damaged | reasons).items())), unwanted
 
 

@@ -495,7 +495,7 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
         rules=tuple(proved),
         total=len(targets),
         by_value=len(equal),
-        by_name=tuple(name for name in theirs if name in shaped - equal),
+        by_name=tuple(name for name in theirs if name in shaped and name not in equal),
         missing=missing,
         dropped=tuple(key for key in old if type(key) is str and key not in used),
         drop=tuple(drop),

@@ -62,7 +62,8 @@ def with_optimizers(
         if form == IDS and not any(type(slot) is str for slot in slots.slots):
             line = f"numbers as keys, {count}"
         elif form == IDS:
-            if strange := [slot for slot in slots.tree["state"] if slot not in {*slots.slots}]:
+            numbered = {*slots.slots}
+            if strange := [slot for slot in slots.tree["state"] if slot not in numbered]:
                 what = f"{place} has state for {listed(strange, 3)}"
                 raise Conflict(what, "No group has that parameter, so it has no number. Nothing was written.")
             changed, line = slots.numbered(), f"{count} by number"
@@ -167,7 +168,7 @@ class Slots:
             # DeepSpeed lists the names of buffers, which no optimizer has, beside the weights.
             holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
             beside = holder.get("buffer_names") if isinstance(holder, dict) else None
-            buffer_names = [name for name in beside if type(name) is str] if isinstance(beside, list) else []
+            buffer_names = {name for name in beside if type(name) is str} if isinstance(beside, list) else set()
             first_names: dict[Any, str] = {}  # of each tensor
             for key, value in root.node.items():
                 if type(key) is str and isinstance(value, (TensorEntry, Composite)):

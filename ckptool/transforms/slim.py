@@ -25,19 +25,19 @@ MIN_SHARED = 1024
 
 def without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
     """The tree without optimizer state, and the addresses of that. Raises `UsageError` where nothing would be left."""
-    paths = [path for path, _ in optimizers(tree)]
+    paths = {path: None for path, _ in optimizers(tree)}
     if () in paths:
         what = f"{address(base) or 'the whole file'} is optimizer state"
         fix = f"Drop only unused bytes: {arg(keep_optimizer=True)}"
         raise UsageError(what, "Without it nothing would be left.", fix)
     replaced: dict[int, Any] = {}
-    for path in paths:
-        parent = item_at(tree, path[:-1])
+    for place in dict.fromkeys(path[:-1] for path in paths):
+        parent = item_at(tree, place)
         if isinstance(parent, dict):
-            remaining = {key: value for key, value in parent.items() if (*path[:-1], key) not in paths}
+            remaining = {key: value for key, value in parent.items() if (*place, key) not in paths}
             replaced[id(parent)] = same_kind(parent, remaining)
         else:
-            items = (value for index, value in enumerate(parent) if (*path[:-1], index) not in paths)
+            items = (value for index, value in enumerate(parent) if (*place, index) not in paths)
             replaced[id(parent)] = type(parent)(items)
     return (rebuild(tree, replaced=replaced) if replaced else tree), tuple(address(base + path) for path in paths)
 

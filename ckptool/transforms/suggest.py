@@ -184,7 +184,8 @@ def matched(ours: Family, theirs: Family | None) -> Link | None:
     if theirs is None or [have[numbers] for numbers in mine] != [want[numbers] for numbers in goals]:
         return None
     traits_at: dict[Numbers, set[Trait]] = defaultdict(set)  # by the numbers that stay the same
-    indices = [index for index, column in enumerate(zip(*goals, strict=True)) if column in zip(*mine, strict=True)]
+    columns = {*zip(*mine, strict=True)}
+    indices = [index for index, column in enumerate(zip(*goals, strict=True)) if column in columns]
     for numbers in goals:
         traits_at[tuple(numbers[index] for index in indices)].add(want[numbers])
     is_certain = len(traits_at) == len(goals) or any(len(traits) > 1 for traits in traits_at.values())

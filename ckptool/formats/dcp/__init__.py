@@ -67,11 +67,11 @@ def read(source: Input) -> Checkpoint:
             first, *rest = (chunk.place for chunk in value.chunks)
             for other in rest:  # of other ranks
                 same = payloads.same(first, other)
-                if same is None and name not in joiner.not_compared:
-                    joiner.not_compared.append(name)
+                if same is None:
+                    joiner.not_compared[name] = None
                 if same is False:
                     whose, theirs = owner_of(first.relative_path), owner_of(other.relative_path)
-                    joiner.different[name] = f"the one of {whose} is used; {theirs} has a different one"
+                    joiner.differs(name, f"the one of {whose} is used; {theirs} has a different one")
                     break
             values[name] = payloads.object(name, first)
             continue
@@ -83,6 +83,7 @@ def read(source: Input) -> Checkpoint:
         flags, grad = tensor.flags, value.requires_grad  # one object for all that are equal
         # Names that are tied are two tensors.
         values[name] = tensor.with_flags(flags if flags.requires_grad == grad else flags._replace(requires_grad=grad))
+    joiner.refuse_other_runs()
     untied = _check_steps(tables, values)
     tree, mark, notes, aside = tree_pickle.restored(values)
     if tree is None:
@@ -96,7 +97,8 @@ def read(source: Input) -> Checkpoint:
         what = f"{counted(len(tables.unused), 'name has', 'names have')} data that no tensor uses"
         notes.append(Note("unused-record", f"{what}: {listed(sorted(tables.unused), 3)}"))
     ends = (SUFFIX, METADATA, METADATA + ".tmp")
-    strays = [name for name in folder.names if name.endswith(ends) and name not in {*tables.files, *names}]
+    used = {*tables.files, *names}
+    strays = [name for name in folder.names if name.endswith(ends) and name not in used]
     if stale := [name for name in strays if size_at(os.path.join(folder.path, name))[0]]:  # an empty one has no values
         whose = METADATA if METADATA in names else "the ranks' tables"
         what = f"{counted(len(stale), 'file is', 'files are')} used by no value in {whose}"

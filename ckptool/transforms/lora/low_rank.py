@@ -294,10 +294,11 @@ def extract(
         "use_rslora": False,
     }
     modules = (key[:-7] for key in base if type(key) is str and key.endswith(".weight"))
-    other_modules = [name for name in modules if name not in {delta.module for delta in deltas}]
+    ranks = {delta.module: delta.rank for delta in deltas}
+    other_modules = [name for name in modules if name not in ranks]
     facts = {
         "base": names[1],
-        "ranks": {delta.module: delta.rank for delta in deltas},
+        "ranks": ranks,
         "whole": [delta.module for delta in whole_deltas.values()],
         "unchanged": len(chosen) - len(changed) - len(aliases),
         "tied": list(aliases),
