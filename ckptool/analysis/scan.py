@@ -27,7 +27,7 @@ from ckptool.conventions.state_dicts import kinds_of
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dataclass, dim, green, red, size, yellow
 from ckptool.formats import PathLike, marks, members, sharded
-from ckptool.formats.folder import MEMBERS
+from ckptool.formats.folder import MEMBERS, is_set_aside, plain_name
 from ckptool.formats.layouts import deepspeed, megatron, torch_checkpointing
 from ckptool.formats.members import all_uses, is_pickled
 from ckptool.formats.unrecognized import OtherProgram
@@ -43,9 +43,8 @@ MANY = 40  # files of a table below which those that are not good are named agai
 
 # What people call checkpoints. Pickles of other names in a folder are judged, and shown if they would run something;
 # other files are counted.
-SUFFIXES = frozenset(
-    ".pt .pth .ckpt .bin .safetensors .sft .tar .pkl .pickle .model .th .npz .npy .jit .ptl .pts .t7 .weights".split()
-)
+_NAMES = "pt pth pt2 ckpt bin safetensors sft tar pkl pickle model th npz npy jit ptl pts t7 weights"
+SUFFIXES = frozenset(f".{name}" for name in _NAMES.split())
 ARCHIVES = (".zip", ".nemo")
 OTHERS = (".bin", ".model")  # tokenizers and weights of other programs, too
 # Files that belong to a run and are no checkpoints, whatever their suffix.
@@ -139,13 +138,12 @@ class ScannedFile:
         return tuple(map(red, cells)) if self.is_wrong else cells
 
     def told(self) -> Told:
-        """What loading it with pickle would do."""
+        """What loading it would do."""
         kind = f"{self.container}, {self.part.label}" if self.part else self.container
         recovered = [yellow(self.problem), "; "] if self.state == marks.RECOVERED_NOTE else []
         head = (bold(self.path), f" ({kind}): ", *recovered)
-        if not self.calls and "torchscript" in self.notes:
-            runs = ", which runs when the model is called; loading it only makes the model"
-            yield *head, yellow("it holds a program"), runs
+        if (is_program := formats.named(self.container).is_program) and not self.calls:
+            yield *head, yellow("it holds a program"), ", which runs when the model is called, not when it is loaded"
         elif not self.calls:
             refused = f"torch.load refuses it by default (weights_only=True): see  {command('inspect', self.path)}"
             only = refused if WEIGHTS_ONLY in self.notes else "functions of torch and plain data only"
@@ -154,7 +152,8 @@ class ScannedFile:
             needs = ", which pickle imports and creates on loading; ckptool runs none of it"
             yield *head, yellow("it needs classes of its own"), needs
         else:
-            yield *head, red("loading it with pickle would call unknown code"), "; ckptool runs none of it"
+            what = f"loading it {'' if is_program else 'with pickle '}would call unknown code"
+            yield *head, red(what), "; ckptool runs none of it"
         rows = []
         for call in self.calls:
             times = f" ({counted(call.count, 'time')})" if call.count > len(call.places) else ""
@@ -286,7 +285,7 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
     ]
     good = [row for row in rows if row.is_good and files[row.path]]
     good = [row for row in good if row.is_model] or good  # rather than an optimizer or a data loader by itself
-    good = [row for row in good if not os.path.basename(row.path).startswith(("tmp-", "tmp_"))] or good  # unfinished
+    good = [row for row in good if not is_set_aside(row.path[len(name) :])] or good
     latest, by = _newest(good)
     shown = ((latest,) if latest else ()) if latest_only else tuple(rows)
     return Scan(name, True, len(entries) - len(rows), latest, by, full, latest_only, shown)
@@ -330,8 +329,10 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
         claimed = set[str]()
         if _is_checkpoint(current) and not megatron.is_run(source := Folder(current)):  # each iteration of a run is one
             candidates = sharded.candidates(source)
-            claimed = sharded.belonging(source) | members.claimed(source) | deepspeed.belonging(source)
-            claimed -= deepspeed.other_tags(source)
+            claimed = sharded.belonging(source) | members.claimed(source)
+            with suppress(CkptoolError):  # of a file that cannot be read, as a link that leads nowhere
+                claimed |= deepspeed.belonging(source)
+                claimed -= deepspeed.other_tags(source)
             claimed |= torch_checkpointing.belonging(source)
             unclaimed = {*source.names} - claimed
             has_others = any(name.lower().endswith((".pt", ".pth", ".ckpt", ".safetensors")) for name in unclaimed)
@@ -386,10 +387,10 @@ def _file_row(full: bool, path: str) -> ScannedFile:
             more = f" and {counted(len(problems) - 1, 'more problem')}" if len(problems) > 1 else ""
             raise Corrupt(f"{problems[0].what}{more}", problems[0].why)
     part = checkpoint.part
-    is_model = any(root.is_model for root in contents.roots)
+    is_model, name = any(root.is_model for root in contents.roots), plain_name(os.path.basename(path))
     if part is not None and not part.is_complete:
         state, problem = PART, f"{part.label}: {part.meaning}"
-    elif members.BESIDE_WEIGHTS.fullmatch(os.path.basename(path)) and not is_model:
+    elif members.BESIDE_WEIGHTS.fullmatch(name) and (name.startswith(members.NO_WEIGHTS) or not is_model):
         state, problem = MEMBER, "belongs to weights, and is not a checkpoint by itself"
     else:
         notes = [*marks.recovered_notes(checkpoint.metadata), *(n for n in contents.notes if n.code == UNSAFE)]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import fold
-from ckptool.checkpoint.compare import same_bytes
+from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import Array, dot, has_numbers, numbers, scratch, total
 from ckptool.checkpoint.strided import in_storage_order, storage_axes, without_repeats
 from ckptool.errors import UsageError
@@ -202,9 +202,9 @@ class _Sketch:
             quantiles.append(low * (1 - fraction) + high * fraction)
         if not self.tops:
             return TensorPicture(counts, count, tuple(quantiles), ())
-        heights, widths = numpy.diff([*self.tops, self.rows]), numpy.diff([*self.lefts, self.row])
         with numpy.errstate(all="ignore"):
-            means = self.sums / (numpy.outer(heights, widths) - self.missing)
+            areas = numpy.outer(numpy.diff([*self.tops, self.rows]), numpy.diff([*self.lefts, self.row]))
+            means = self.sums / (areas - self.missing)
         rows = tuple(tuple(mean if isfinite(mean) else None for mean in row) for row in means.tolist())
         return TensorPicture(counts, count, tuple(quantiles), rows)
 

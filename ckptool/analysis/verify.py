@@ -48,7 +48,6 @@ from ckptool.facts import (
 from ckptool.formats import marks, members, part_of, sharded
 from ckptool.formats.checksums import checksums
 from ckptool.formats.folder import CODE, MEMBERS
-from ckptool.formats.pieces import DIFFERENT, NOT_COMPARED
 from ckptool.formats.zip.directory import LOCAL, Archive, Record, read_archive, record_of
 
 ALL, SOME, NONE = "all", "some", "none"
@@ -63,11 +62,9 @@ _DAMAGE = (Truncated, Corrupt, Ambiguous)
 _WORDS = {"recovered-file": "recovered, not intact", "part": "incomplete"}  # of the only kind of problem
 # Notes on whether a file is whole.
 _SAID = (
-    "link-elsewhere",
-    *("interrupted-edit", "unused-record", "stale-shards", CODE, MEMBERS, DIFFERENT, NOT_COMPARED),
+    *("link-elsewhere", "interrupted-edit", "unused-record", "stale-shards", "total-size", CODE, MEMBERS),
     *("unused-files", "other-tags", "not-joined"),  # files that were not looked at, or not together
-    *("no-optimizer-files", "no-buffers", "sizes-from-pieces", "side-car-ignored"),  # what may have been there
-    *("ranks-differ", "common-collides", "copies-not-shown", "steps-differ"),
+    *("side-car-ignored", "copies-not-shown", *marks.CHOSEN),
 )
 
 
@@ -233,7 +230,8 @@ def verified(
         return _damaged_report(input, error), None
     source = checkpoint.source if isinstance(input, Checkpoint) else input
     part = checkpoint if at is None else part_of(checkpoint, at)
-    report = _verify_data(source, part, jobs)
+    with unchanged(source):
+        report = _verify_data(source, part, jobs)
     if isinstance(source, Folder) and not part.base:
         notes = (*use_notes(checkpoint), *checkpoint.notes)
         said = (note for note in notes if note.code in ("unsafe-global", "not-judged", "not-read"))
@@ -276,7 +274,7 @@ def _verify_data(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -
     part = checkpoint.part
     if folder is not None and not problems and part and part.kind is PartKind.MEMBERS and not part.is_complete:
         what = f"{folder} has {part.label}: {part.meaning}"
-        problems.append(Problem(CODE, what, "Its own list of files names more files."))
+        problems.append(Problem(CODE, what, "Only all of its members, saved together, are the checkpoint."))
     path = source.path if source is not None else ""
     notes = [note for note in checkpoint.notes if note.code in _SAID]
     if checkpoint.untied:
@@ -420,8 +418,8 @@ def header_damage(checkpoint: Checkpoint) -> tuple[CkptoolError, bool] | None:
 
 def refuse_damaged(checkpoint: Checkpoint) -> None:
     """Raises `Corrupt`, naming the tensors, where a file does not match the checksums that are stored in it."""
-    archive = archive_of(checkpoint)
     with unchanged(checkpoint.source):
+        archive = archive_of(checkpoint)
         problems = check_archive(archive, checkpoint.tree) if archive else check_storages(checkpoint.tree)[0]
     if not problems:
         return

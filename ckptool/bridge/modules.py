@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -150,7 +150,7 @@ def load_into(
     rules_file: str | None = None,
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
-    on_mismatch: str = "error",
+    on_mismatch: Literal["error", "skip"] = "error",
     resize: str | Sequence[str] = (),
     min_loaded: float | None = None,
     missing: str | Sequence[str] | None = None,

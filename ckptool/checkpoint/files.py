@@ -265,10 +265,10 @@ class Source:
 
 
 def file_changed(path: str) -> FileChanged:
-    """The error for a file that somebody else changed while it was read."""
+    """The error for a file that somebody else changed since it was opened."""
     why = "Another process wrote to it or truncated it; nothing was written."
-    fix = "Run the command again when that process is done."
-    return FileChanged(f"{path} changed while it was being read", why, fix)
+    fix = "Run the command, or open it, again when that process is done."
+    return FileChanged(f"{path} changed since it was opened", why, fix)
 
 
 def is_a_folder(source: Source) -> NotACheckpoint:
@@ -390,11 +390,12 @@ class Folder:
         self._files: dict[str, Source] = {}
         try:
             with os.scandir(self.path) as entries:  # files, folders and whatever else
-                self.names = sorted(entry.name for entry in islice(entries, MAX_FILES + 1))
+                names = [entry.name for entry in islice(entries, MAX_FILES + 1)]
         except (OSError, ValueError) as error:
             raise file_problem(error, self.path, "read") from error
-        if len(self.names) > MAX_FILES:
+        if len(names) > MAX_FILES:
             raise LimitExceeded(f"{self} holds more than {MAX_FILES:,} files", "Name a file in it.")
+        self.names = sorted(without_resource_forks(names))
 
     def __str__(self) -> str:
         return printable(self.shown)
@@ -474,6 +475,11 @@ class Folder:
         except (OSError, ValueError):
             return False
         return any(file.is_at(path) for file in self._files.values())
+
+
+def without_resource_forks(names: Iterable[str]) -> Iterator[str]:
+    """The names without those of macOS, which writes a `._NAME` beside each file on disks of other systems."""
+    return (name for name in names if not name.startswith("._"))
 
 
 Input = Source | Folder

@@ -25,7 +25,7 @@ from urllib.request import getproxies
 from weakref import ref
 
 from ckptool.checkpoint import files
-from ckptool.checkpoint.files import MAX_FILES, Folder, Source, file_changed, is_a_folder
+from ckptool.checkpoint.files import MAX_FILES, Folder, Source, file_changed, is_a_folder, without_resource_forks
 from ckptool.checkpoint.paths import KINDS, file_problem, foreign, free_name, given_url, named_urls
 from ckptool.commands import other_program
 from ckptool.errors import CkptoolError, FileMissing, FileProblem, LimitExceeded, MissingExtra, Unsupported, UsageError
@@ -557,7 +557,7 @@ class RemoteFolder(Folder):
             self._listing = _Listing()
         index = os.path.basename(self.shown) if shown else ""
         self._listing.is_known = not shown or index in self._listing
-        self.names = sorted(self._listing) if self._listing.is_known else [index]
+        self.names = sorted(without_resource_forks(self._listing)) if self._listing.is_known else [index]
 
     def missing(self, names: Iterable[str]) -> list[str]:
         return super().missing(names) if self._listing.is_known else []

@@ -20,7 +20,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.dtypes import has_numbers
-from ckptool.checkpoint.files import Folder, Source, json_or_none
+from ckptool.checkpoint.files import Folder, Source, json_or_none, without_resource_forks
 from ckptool.checkpoint.graph import structural_parts
 from ckptool.checkpoint.nodes import Global, Object, fields, items
 from ckptool.checkpoint.paths import absolute, is_url
@@ -48,6 +48,7 @@ class NamePattern:
 
 # Of shards, and the index that says which tensor is in which.
 NUMBERED = NamePattern("-of-", r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<suffix>\.[A-Za-z]+)")
+_OF_A_SHARD = NamePattern("-of-", r".+-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})[^.]*\.[A-Za-z]+")  # `…_old.bin`, too
 INDEX = NamePattern(".index.", r".+\.(?:safetensors|bin)\.index(?:\.[A-Za-z0-9_-]+)?\.json")
 # Of what each rank saved: DeepSpeed's shares, model and layers; FSDP's; Megatron's folders; Llama's files.
 STATES = NamePattern(
@@ -69,6 +70,42 @@ MODEL_PARALLEL = NamePattern("mp_rank_", r"(?P<set>mp_rank_)(?P<rank>\d\d)(?P<re
 CONSOLIDATED = NamePattern("consolidated.", r"(?P<set>consolidated\.)(?P<rank>\d\d)(?P<rest>\.(?:pth|pt|safetensors))")
 
 
+# What copying, downloading and syncing programs make of a name that is taken.
+_OF_A_COPY = re.compile(
+    r"(?:copy of )?(?P<stem>.+?)(?: ?\([^()]{1,60}\)| - copy(?: \(\d+\))?| copy(?: \d+)?|\.sync-conflict-[\w-]+)?"
+    r"(?P<suffix>\.[a-z]+)"
+)
+
+
+def plain_name(name: str) -> str:
+    """The name in small letters, without what is added to that of a copy: `optimizer (1).pt` and `OPTIMIZER.PT` hold
+    what `optimizer.pt` does."""
+    match = _OF_A_COPY.fullmatch(name.lower())
+    return match["stem"] + match["suffix"] if match else name.lower()
+
+
+# What programs call what they have not finished, or hide.
+_UNFINISHED = re.compile(r"tmp[-_].*|\..+|.+\.(?:tmp|part|partial|incomplete)")
+
+
+def is_set_aside(path: str) -> bool:
+    """True for the path in a folder of what is not finished or hidden, or a copy."""
+    *folders, name = path.split(os.sep)
+    return any(map(_UNFINISHED.fullmatch, (*folders, name))) or plain_name(name) != name.lower()
+
+
+def without_copies(names: Collection[str]) -> list[str]:
+    """The names without those of copies of others among them, which no program reads."""
+    lowered = {name.lower() for name in names}
+    return [name for name in names if plain_name(name) == name.lower() or plain_name(name) not in lowered]
+
+
+def renamed(names: Collection[str], pattern: NamePattern) -> list[str]:
+    """The names of this pattern that are missing among others, where the file is there under the name of a copy."""
+    absent = sorted({plain_name(name) for name in names}.difference(names))
+    return [name for name in absent if pattern.fullmatch(name)]
+
+
 def names_in(folder: str) -> list[str]:
     """The names in a folder, sorted; none where it cannot be read."""
     if is_url(folder):
@@ -78,9 +115,10 @@ def names_in(folder: str) -> list[str]:
             return []
     try:
         with os.scandir(folder) as entries:
-            return sorted(entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False))
+            names = [entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False)]
     except OSError:
         return []
+    return sorted(without_resource_forks(names))
 
 
 def led_elsewhere(folder: str, names: Iterable[str]) -> dict[str, str]:
@@ -207,11 +245,12 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
     source = checkpoint.source
     # A folder was put together by its index or table; an index or table that is named itself stands for its folder.
     path = "" if source is None or isinstance(source, Folder) else source.path  # empty: it has no name
-    tree, facts, (folder, name) = checkpoint.tree, _TreeFacts(checkpoint.tree), os.path.split(path)
+    tree, facts, folder = checkpoint.tree, _TreeFacts(checkpoint.tree), os.path.dirname(path)
+    name = plain_name(os.path.basename(path))
     top = tree if isinstance(tree, dict) else {}
     # A rank's share of tensors that several ranks hold.
     world_match = OF_WORLD.fullmatch(name)
-    rank_match = world_match or _RANK_IN_NAME.fullmatch(os.path.splitext(name)[0].lower())
+    rank_match = world_match or _RANK_IN_NAME.fullmatch(os.path.splitext(name)[0])
     rank = int(rank_match["rank"]) if rank_match else facts.rank
     world = int(world_match["world"]) if world_match else facts.world
     if facts.shared:
@@ -255,12 +294,12 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
     ]
     world = prod(size for size in sizes if type(size) is int and size > 0)
     rank_folder = os.path.dirname(absolute(path)) if path else ""  # Megatron has a folder for each rank
-    for pattern, place, stated in (
-        (MODEL_STATES, path, top.get("mp_world_size")),
-        (CONSOLIDATED, path, None),
-        (MODEL_PARALLEL, rank_folder, world),
+    for pattern, place, of_rank, stated in (
+        (MODEL_STATES, path, name, top.get("mp_world_size")),
+        (CONSOLIDATED, path, name, None),
+        (MODEL_PARALLEL, rank_folder, os.path.basename(rank_folder), world),
     ):
-        if match := pattern.fullmatch(os.path.basename(place)):
+        if match := pattern.fullmatch(of_rank):
             text = match["rank"] + (match["rest"] if pattern is MODEL_PARALLEL else "")
             number = int(text) if "_" not in text else None
             siblings = sum(pattern.fullmatch(file) is not None for file in _beside(place))
@@ -286,15 +325,18 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
 
 
 def _shard(folder: str, name: str) -> PartOf | None:
-    """The shard that a file is: an index names it, or its own name numbers it among several; None for neither."""
-    numbered = NUMBERED.fullmatch(name)
+    """The shard that a file of this plain name is: an index names it, or its own name numbers it among several; None
+    for neither."""
+    numbered = _OF_A_SHARD.fullmatch(name)
     number, count = (int(numbered["number"]), int(numbered["count"])) if numbered else (0, 0)
-    whole, evidence, index = "", "the index of the set is not beside it", ""
+    whole, index = "", ""
     # On another machine, each listing is a request.
     siblings = _beside(os.path.join(folder, name)) if numbered or not is_url(folder) else ()
-    for sibling in filter(INDEX.fullmatch, siblings):
+    indexes = list(filter(INDEX.fullmatch, siblings))
+    evidence = "its name says so" if indexes else "the index of the set is not beside it"
+    for sibling in indexes:
         table = fields(json_or_none(os.path.join(folder, sibling), MAX_INDEX)).get("weight_map")
-        files = sorted({file for file in fields(table).values() if type(file) is str})
+        files = sorted({plain_name(file) for file in fields(table).values() if type(file) is str})
         if name in files:
             number, count, whole, index = files.index(name) + 1, len(files), folder or ".", sibling
             evidence = f"{printable(index)} says which tensors are in which"

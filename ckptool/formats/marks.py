@@ -54,6 +54,13 @@ def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
     return rebuild(tree, lambda node: entries.get(id(node), node)), [note]
 
 
+# Codes of the notes on values that were chosen among those of several ranks, or may be missing: they are also printed
+# where a file is made of them.
+CHOSEN = (
+    *("replicas-differ", "replicas-not-compared", "ranks-differ", "common-collides", "steps-differ"),
+    *("no-optimizer-files", "no-buffers", "sizes-from-pieces"),
+)
+
 # Recovered files -----------------------------------------------------------------------------------------------------
 
 RECOVERED = "ckptool.recovered"  # in the metadata of a checkpoint

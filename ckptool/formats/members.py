@@ -22,7 +22,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
-from ckptool.checkpoint.files import Folder, Input, Source, folder_at, json_or_none, open_input, read_json, while_open
+from ckptool.checkpoint.files import (
+    Folder,
+    Input,
+    Source,
+    entries_of,
+    folder_at,
+    json_or_none,
+    open_input,
+    read_json,
+    while_open,
+)
 from ckptool.checkpoint.nodes import fields, items
 from ckptool.commands import OUT, OUT_SAFETENSORS, RULES, command
 from ckptool.conventions.state_dicts import optimizers
@@ -52,6 +62,8 @@ from ckptool.formats.folder import (
     missing_names,
     names_in,
     number_in,
+    renamed,
+    without_copies,
 )
 from ckptool.pickles.calls import UNKNOWN, NameUse, uses_of
 
@@ -60,6 +72,7 @@ MAX_MEMBERS = 10_000  # of a folder, each of which is opened: thousands of ranks
 MAX_JSON = 16 << 20
 MAX_STEPS = 512  # of parameters looked at
 STATE, CONFIG, ADAPTER = "trainer_state.json", "config.json", "adapter_config.json"
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"  # of a Trainer
 ROUTER = "router_config.json"
 
 # Files beside weights. What they hold belongs to one checkpoint and is none by itself.
@@ -70,10 +83,16 @@ BESIDE_WEIGHTS = NamePattern(
     r"|pytorch_model(?:_\d+|_fsdp(?:_\d+)?)\.bin|common\.pt|meta\.pt|distrib_optim\.pt",
 )
 _OTHER_MODEL = NamePattern("_", r"(?:pytorch_)?model_\d+\.(?:safetensors|bin)")
-_TRAINING = ("optimizer", "scheduler", "rng_state", "random_states", "trainer_state", "sampler", "common.pt", "meta.pt")
+NO_WEIGHTS = ("optimizer", "scheduler", "rng_state", "random_states", "sampler")
+_TRAINING = (*NO_WEIGHTS, "trainer_state", "common.pt", "meta.pt")
 _FOLDERS = NamePattern("", r"global_step\d+|pytorch_model_fsdp_\d+|optimizer_\d+|pytorch_model")
 _WITH_WEIGHTS = ("global_step", "pytorch_model")
-_RANKED = NamePattern("_", r"(?P<set>rng_state_|random_states_)(?P<rank>\d+)(?P<rest>)\.(?:pth|pkl)")
+RANDOM_STATES = NamePattern("_", r"(?P<set>rng_state_|random_states_)(?P<rank>\d+)(?P<rest>)\.(?:pth|pkl)")
+_NUMBERED = NamePattern(
+    "_", r"(?P<stem>optimizer|scheduler|custom_checkpoint)_(?P<number>[1-9]\d{0,4})(?P<suffix>\.bin|\.pkl)"
+)
+# On one device, FSDP, TPUs (`rank0-of-8-optimizer.pt`) and SageMaker (`optimizer.pt_0_0`).
+_OPTIMIZER = NamePattern("optimizer", r"(?:.+-)?optimizer(?:_\d+)?(?:_rank\d+)?(?:\.(?:pt|bin))?(?:_\d+)*")
 _OF_A_CHECKPOINT = NamePattern("", r"latest|zero_to_\w+\.py|.*\.distcp|(?:__\d+)?\.metadata")
 
 
@@ -108,7 +127,10 @@ def layout_of(folder: Folder) -> MemberFiles | None:
     # Megatron's legacy layout: a folder for each rank.
     ranks = {name: _names_in(folder, name) for name in folder.names if MODEL_PARALLEL.fullmatch(name)}
     ranks = {name: content for name, content in ranks.items() if _is_folder(folder, name)}
-    files = tuple(f"{rank}/{name}" for rank, content in ranks.items() for name in content if name.endswith(".pt"))
+    ranks = {
+        rank: [name for name in without_copies(content) if name.endswith(".pt")] for rank, content in ranks.items()
+    }
+    files = tuple(f"{rank}/{name}" for rank, content in ranks.items() for name in content)
     if files:
         missing = [*missing_names(ranks, MODEL_PARALLEL), *(rank for rank, content in ranks.items() if not content)]
         return MemberFiles("a Megatron checkpoint", "Megatron", files, tuple(f"{r}/" for r in missing), by_rules=True)
@@ -179,15 +201,19 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
             parts.append(part)
             if part.kind is PartKind.MEMBERS and not part.is_complete:
                 errors[name] = part.meaning
+    untied = [f"{name}/{file}" for name, member in members.items() for file in member.untied]
+    if layout.by_rules and len(members) > 1:
+        untied = [name for name, member in members.items() if "iteration" not in fields(member.tree)]
+    checkpoint = replace(checkpoint, untied=(*checkpoint.untied, *untied))
     errors |= {name: why for name, why in _of_other_steps(members).items() if name not in errors}
     # The number of ranks that saved the folder, as far as its members say.
     counts = [member.metadata.get("ranks") for member in (checkpoint, *members.values())]
     counts += [part.count for part in parts if part.kind is PartKind.RANK]
-    counts += [int(ranked["rank"]) + 1 for name in members if (ranked := _RANKED.fullmatch(name))]
+    counts += [int(ranked["rank"]) + 1 for name in members if (ranked := RANDOM_STATES.fullmatch(name))]
     world = max((n for n in counts if type(n) is int), default=0)
     ranks = {name.partition("/")[0] for name in layout.names if "/" in name}
     stages = {match["rest"] for rank in ranks if (match := MODEL_PARALLEL.fullmatch(rank))}
-    missing = dict.fromkeys((*layout.missing, *missing_names(layout.names, _RANKED, world)))
+    missing = dict.fromkeys((*layout.missing, *missing_names(layout.names, RANDOM_STATES, world)))
     missing |= {f"{r}/": None for r in missing_names(sorted(ranks), MODEL_PARALLEL, world // max(1, len(stages)))}
     number, count = layout.count - len(errors), layout.count + len(missing)
     label = f"{number:,} of {counted(count, 'member')}"
@@ -197,6 +223,8 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         raise Corrupt(what, f"{problems}.", "Take an earlier checkpoint.")
     # A file (`pytorch_model.bin`) holds those of one model, whatever its container.
     only_weights = named(checkpoint.container).tensors_only or not isinstance(checkpoint.source, Folder)
+    if isinstance(checkpoint.source, Source) and any(name.startswith(_TRAINING) for name in members):
+        checkpoint = replace(checkpoint, untied=(os.path.basename(checkpoint.source.path), *checkpoint.untied))
     if isinstance(checkpoint.source, Folder) and not only_weights:
         checkpoint = _in_tree(checkpoint, checkpoint.source, members)
     if checkpoint.container == NAME:
@@ -300,11 +328,19 @@ def open_member(folder: Folder, name: str) -> Checkpoint:
 
 
 def _of_other_steps(members: dict[str, Checkpoint]) -> dict[str, str]:
-    """Members of a Trainer's checkpoint that were certainly saved at another step than the rest, each with why.
+    """Members that were certainly saved at another step than the rest, each with why.
 
-    The optimizer and the scheduler step together, and no more often than the Trainer counts; less often where a
-    gradient scaler skips steps.
+    Ranks step together: Megatron's files state their iteration, the random states of accelerate a step. A Trainer's
+    optimizer and scheduler do, too, and no more often than it counts; less often where a gradient scaler skips steps.
     """
+    kinds = {
+        name: "iteration" if "/" in name else "step" for name in members if "/" in name or RANDOM_STATES.fullmatch(name)
+    }
+    stated = {name: step for name, key in kinds.items() if type(step := fields(members[name].tree).get(key)) is int}
+    last = max(stated, key=lambda name: stated[name], default="")
+    if wrong := {name: step for name, step in stated.items() if step < stated[last]}:
+        reference = f"and {printable(last)} of step {stated[last]:,}"
+        return {name: f"{printable(name)} is of step {step:,}, {reference}" for name, step in wrong.items()}
     total = step_in(members.get(STATE))
     steps: dict[str, int] = {}  # that an optimizer or the Trainer's scheduler has taken, where it is certain
     for name, member in members.items() if total else ():
@@ -313,7 +349,7 @@ def _of_other_steps(members: dict[str, Checkpoint]) -> dict[str, str]:
             taken = [slots.get("step") for slots in optimizer["state"].values() if isinstance(slots, dict)]
             if len(taken) <= MAX_STEPS:  # parameters that were frozen for a while have taken fewer than others
                 values += taken
-        if name == "scheduler.pt" and "base_lrs" in fields(member.tree):
+        if name == SCHEDULER and "base_lrs" in fields(member.tree):
             values.append(fields(member.tree).get("last_epoch"))
         numbers = (number_in(value) or 0 for value in values)
         if step := max((int(number) for number in numbers if 0 <= number < 1 << 53), default=0):
@@ -350,7 +386,8 @@ def _training_members(folder: Folder, *, beside: bool = False) -> MemberFiles | 
             sets += [name] if is_read or any(file.endswith("_states.pt") for file in inner.names) else []
     modules = list(_components(folder, "modules.json"))
     weights = [name for name, what in modules if what == "weights"]
-    missing = [*missing_names(names, _RANKED), *(name for name, what in modules if not what)]
+    missing = [*missing_names(names, RANDOM_STATES), *(name for name, what in modules if not what)]
+    missing += [name for name in renamed(folder.names, BESIDE_WEIGHTS) if name not in missing]
     accelerates = any(name.startswith("random_states_") for name in names)
     is_trainers = any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names)
     models: list[str] = []  # in folders of their own: by hooks of a script, as those of diffusers; adapters with names
@@ -360,9 +397,22 @@ def _training_members(folder: Folder, *, beside: bool = False) -> MemberFiles | 
         models = [name for name, files in folders.items() if any(map(_is_weights, files))]
     # What the others belong to, first.
     members = [*models, *sorted([*sets, *names, *weights], key=lambda name: not name.startswith(_WITH_WEIGHTS))]
+    for match in filter(None, map(_NUMBERED.fullmatch, names)):  # by accelerate, from the first on
+        first = f"{match['stem']}{match['suffix']}" if match["suffix"] == ".bin" else ""
+        others = [first or f"{match['stem']}_0{match['suffix']}"]
+        others += [f"{match['stem']}_{n}{match['suffix']}" for n in range(1, min(int(match["number"]), MAX_MEMBERS))]
+        missing += [name for name in others if name not in folder and name not in missing]
+    # A Trainer saves all of these or, with save_only_model, none. DeepSpeed has the scheduler with its own optimizer.
+    if is_trainers and any(name.startswith(("rng_state", SCHEDULER)) for name in names):
+        of_deepspeed = any(name.startswith("global_step") for name in sets)
+        is_sharded = any(name.startswith("pytorch_model_fsdp_") for name in sets)
+        if not of_deepspeed and not any(map(_OPTIMIZER.fullmatch, folder.names)):
+            missing.append("optimizer_0" if is_sharded else OPTIMIZER)
+        missing += [] if of_deepspeed or SCHEDULER in names else [SCHEDULER]
+        missing += [] if STATE in names else [STATE]
     # The file that a program writes last, where it wrote those before: else it was stopped while it saved.
-    optimizer = {"optimizer.pt", "optimizer.bin"}.intersection(names)  # the latter with FSDP, and by accelerate itself
-    if optimizer and "training_args.bin" in names and STATE not in names:
+    optimizer = {OPTIMIZER, "optimizer.bin"}.intersection(names)  # the latter with FSDP, and by accelerate itself
+    if optimizer and "training_args.bin" in names and STATE not in (*names, *missing):
         missing.append(STATE)
     elif "optimizer.bin" in optimizer and not (accelerates or is_trainers):
         missing.append("random_states_0.pkl")
@@ -500,7 +550,7 @@ def _names_below(folder: str) -> Iterator[str]:
     while stack:
         below = stack.pop()
         try:
-            names = Folder(os.path.join(folder, below)).names
+            names = [name for name, _, _ in entries_of(os.path.join(folder, below))]
         except CkptoolError:
             continue
         for name in names:

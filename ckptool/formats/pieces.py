@@ -32,11 +32,14 @@ from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
 from ckptool.facts import dataclass, field, replace
 from ckptool.formats.boxes import Box, Piece, overlap
-from ckptool.formats.folder import mixed, refuse_renamed
+from ckptool.formats.folder import another_run, mixed, refuse_renamed
 from ckptool.pickles.calls import UNKNOWN, uses
 
 DIFFERENT, NOT_COMPARED = "replicas-differ", "replicas-not-compared"  # of the notes
 MAX_SPLIT = 8  # axes along which one tensor is divided
+# Names of tensors that are the same on all ranks, or divided; and of numbers that count the steps of a run.
+DIVIDED = frozenset(("weight", "bias", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"))
+STEPS = frozenset("step global_step global_steps iteration epoch last_epoch _step_count".split())
 
 
 class Vector:
@@ -68,6 +71,7 @@ class Joiner:
 
     where: what messages call the folder.  discarded: what is not inert in its files.
     different: names of which the ranks saved values of their own where one was expected, and whose was taken.
+    unequal: those of them that each rank saved whole.  untied: the files that do not say of which step they are.
     """
 
     folder: Folder
@@ -75,6 +79,8 @@ class Joiner:
     notes: list[Note] = field(default_factory=list)
     discarded: list[Any] = field(default_factory=list)
     different: dict[str, str] = field(default_factory=dict)
+    unequal: set[str] = field(default_factory=set)
+    untied: list[str] = field(default_factory=list)
     not_compared: dict[str, None] = field(default_factory=dict)
     _joined: dict[Any, tuple[tuple[list[Piece], TensorEntry], ...]] = field(default_factory=dict)
 
@@ -97,7 +103,8 @@ class Joiner:
         """The joined checkpoint, which `engine` wrote on so many ranks at this step, where that is a number."""
         facts = {"engine": engine, "ranks": ranks} | ({"step": step} if type(step) is int else {})
         notes = (*self.notes, *self.notes_of_replicas())
-        return Checkpoint(tree, container, facts, self.folder, notes=notes, discarded=tuple(self.discarded))
+        aside, untied = tuple(self.discarded), tuple(self.untied)
+        return Checkpoint(tree, container, facts, self.folder, notes=notes, discarded=aside, untied=untied)
 
     def tensor(
         self, name: str, shape: tuple[int, ...], dtype: DType, pieces: Iterable[Piece], copy: Piece | None = None
@@ -160,11 +167,26 @@ class Joiner:
         for other in others:
             same = agree(first.entry, other.entry, read=True)
             if same is False:
-                self.different[name] = f"{first.owner}'s value is used; {other.owner}'s differs"
+                self.differs(name, f"{first.owner}'s value is used; {other.owner}'s differs")
                 break
             if same is None:
                 self.not_compared[name] = None
         return first.entry
+
+    def differs(self, name: str, what: str) -> None:
+        """Records that ranks saved something whole, and not the same."""
+        self.different[name] = what
+        self.unequal.add(name)
+
+    def refuse_other_runs(self) -> None:
+        """Raises `Conflict` where what differs on ranks that saved it whole is a step, or looks like a weight."""
+        for name in sorted(self.unequal & self.different.keys()):
+            last = name.rpartition(".")[2]
+            if last in STEPS or last in DIVIDED:
+                kind = "counts steps" if last in STEPS else "looks like a weight"
+                raise another_run(
+                    self.where, f"{name} {kind}, and is not the same on all ranks: {self.different[name]}"
+                )
 
     def notes_of_replicas(self) -> Iterator[Note]:
         """Notes on what differs between ranks and should not, and on what could not be compared."""

@@ -14,18 +14,15 @@ from ckptool.checkpoint import Composite, Note, TensorEntry
 from ckptool.checkpoint.graph import alike, visit
 from ckptool.checkpoint.nodes import Global, same_kind
 from ckptool.checkpoint.tree import Path, address
-from ckptool.errors import LimitExceeded, Unsupported, counted, listed
+from ckptool.errors import LimitExceeded, Unsupported, counted, form, listed
 from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import another_run
-from ckptool.formats.pieces import Joiner
+from ckptool.formats.pieces import DIVIDED, STEPS, Joiner
 from ckptool.formats.placements import RankFile, RankShare, distributed
 
 Described = Callable[[RankFile, Path, TensorEntry], RankShare | None]
 DIFFERENT, NOT_JOINED = "ranks-differ", "not-joined"  # of the notes
 MAX_DEPTH = 200
-# Names of tensors that are the same on all ranks, or divided; and of numbers that count the steps of a run.
-_DIVIDED = frozenset(("weight", "bias", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"))
-_STEPS = frozenset(("step", "global_step", "global_steps", "iteration", "epoch", "last_epoch", "_step_count"))
 _HOLDERS = (dict, list, tuple, TensorEntry, Composite)
 
 
@@ -40,32 +37,35 @@ def joined_trees(
 ) -> Any:
     """The tree joined from those that ranks saved as `name`, each in its file; what differs is noted.
 
-    described: gives the blocks that a plain tensor is, where a table says how it is divided.  apart: where plain
-    tensors differ and nothing says whether they are divided, each rank's tree stays as it is, by its rank; else that is
-    `Unsupported`. Raises `Conflict` for ranks of different steps or runs, and what `Joiner.tensor` raises.
+    described: gives the blocks that a plain tensor is, where a table says how it is divided.  apart: where the trees
+    differ (random states, tensors of which nothing says whether they are divided), and no tensor in them is divided,
+    each rank's stays as it is, by its rank; else different tensors are `Unsupported`. Raises `Conflict` for ranks of
+    different steps or runs, and what `Joiner.tensor` raises.
     """
     walk, different = _SideBySide(joiner, described), dict(joiner.different)
     tree = walk.join((name,), files, trees)
+    if not walk.counts_steps and len(files) > 1:
+        joiner.untied += [file.where for file in files]
+    for path, (entry, _) in walk.differing.items():
+        if str(path[-1]).rpartition(".")[2] in STEPS and entry.numel == 1:
+            raise another_run(joiner.where, f"{address(path)} is one step on some ranks and another on others")
+    if apart and not walk.distributed and (unlike := [*map(address, walk.differing), *walk.unequal]):
+        joiner.different = different
+        what = f"{listed(unlike, 2)} {form(len(unlike), 'is', 'are')} not the same on all ranks"
+        joiner.notes.append(Note(NOT_JOINED, f"{name} is not joined: {what}, so it holds what each rank saved"))
+        return {f"rank {file.rank}": tree for file, tree in zip(files, trees, strict=True)}
     differing = [] if walk.distributed else list(walk.differing.values())  # they may be parts of larger ones
     unjoinable = [what for entry, what in differing if entry.dtype.kind != "uint" and what[-1:] == ")"]  # shapes differ
     unjoinable = unjoinable or [what for entry, what in differing if entry.dtype.kind in ("float", "complex")]
     if unjoinable:
-        if not apart:
-            raise Unsupported(
-                f"{joiner.where}: the ranks saved different plain tensors as {name}: {listed(unjoinable, 3)}",
-                "No file says whether or how they are sharded: one rank's would not be the model.",
-                "Save a full state dict: "
-                "torch.distributed.checkpoint.state_dict.get_model_state_dict(…, full_state_dict=True)",
-            )
-        joiner.different = different
-        what = f"{name} is not joined: no file says how {listed(unjoinable, 2)} and others are sharded"
-        joiner.notes.append(Note(NOT_JOINED, f"{what}, so it holds what each rank saved"))
-        return {f"rank {file.rank}": tree for file, tree in zip(files, trees, strict=True)}
+        raise Unsupported(
+            f"{joiner.where}: the ranks saved different plain tensors as {name}: {listed(unjoinable, 3)}",
+            "No file says whether or how they are sharded: one rank's would not be the model.",
+            "Save a full state dict: "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict(…, full_state_dict=True)",
+        )
     for path, (entry, what) in walk.differing.items():  # which should be the same on all ranks
-        last = str(path[-1]) if path else ""
-        if last in _STEPS and entry.numel == 1:
-            raise another_run(joiner.where, f"{address(path)} is one step on some ranks and another on others")
-        if last.rpartition(".")[2] in _DIVIDED or entry.flags.requires_grad or what.endswith(")"):
+        if str(path[-1]).rpartition(".")[2] in DIVIDED or entry.flags.requires_grad or what.endswith(")"):
             what += " differs between ranks, is not sharded, and looks like a weight"
             raise another_run(joiner.where, what)
     if walk.unequal:
@@ -80,11 +80,12 @@ class _SideBySide:
 
     distributed: how many tensors the ranks hold together.  differing: plain tensors that differ between ranks.
     unequal: addresses of other values that differ, and the files whose value is not that of the first.
+    counts_steps: a number of steps was compared.
     """
 
     def __init__(self, joiner: Joiner, described: Described | None) -> None:
         self.joiner, self.where, self.described = joiner, joiner.where, described
-        self.distributed = 0
+        self.distributed, self.counts_steps = 0, False
         self.differing: dict[Path, tuple[TensorEntry, str]] = {}
         self.unequal: dict[str, list[str]] = {}
         self._joined: dict[tuple[int, ...], Any] = {}
@@ -93,6 +94,7 @@ class _SideBySide:
         """The joined value at `path`, from those that these files have there."""
         if len(path) > MAX_DEPTH:
             raise LimitExceeded(f"{self.where}: values nested more than {MAX_DEPTH} deep", "No real checkpoint is.")
+        self.counts_steps |= path[-1] in STEPS
         if any(isinstance(value, (TensorEntry, Composite)) for value in values):
             return self._join_tensor(path, files, values)
         kind = next((k for k in (dict, list, tuple) if all(isinstance(value, k) for value in values)), None)
@@ -172,7 +174,7 @@ class _SideBySide:
             if any(distributed(node) for value in values for node in visit(value)):
                 what = "holds sharded tensors, but not of one kind on all ranks"
                 raise another_run(self.where, f"{name} {what}")
-            if path and path[-1] in _STEPS and all(type(value) in (int, float) for value in values):
+            if path and path[-1] in STEPS and all(type(value) in (int, float) for value in values):
                 what = f"{name} is {first!r} by {files[0].where}, and another step by {where[0]}"
                 raise another_run(self.where, what)
             self.unequal.setdefault(name, where)

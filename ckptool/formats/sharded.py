@@ -35,7 +35,7 @@ from ckptool.errors import (
 )
 from ckptool.facts import dataclass, field, replace
 from ckptool.formats import HEAD, marks, read_alone, safetensors, whole_tree
-from ckptool.formats.folder import INDEX, NUMBERED
+from ckptool.formats.folder import CONSOLIDATED, INDEX, NUMBERED, plain_name
 from ckptool.formats.layouts import hf_pieces
 from ckptool.formats.strict_json import parse_object
 
@@ -61,37 +61,54 @@ def checkpoints_in(folder: Folder) -> list[str]:
     """The files that each stand for a whole checkpoint; where there are several, one has to be named. Torch files of
     the same weights beside those of safetensors do not count: transformers and diffusers do not read them either."""
     names = candidates(folder)
-    unread = {_torch_name(name) for name in names}
+    unread = {other for name in names for other in _torch_names(name)}
     names = [name for name in names if name not in unread]
     return [*names, ".metadata"] if names and ".metadata" in folder else names
 
 
-def _torch_name(name: str) -> str:
-    """What the file of safetensors is called where the same library saves torch files; none for other files."""
-    return re.sub("^model", "pytorch_model", name.replace(".safetensors", ".bin")) if ".safetensors" in name else ""
+def _torch_names(name: str) -> list[str]:
+    """What a file or index of safetensors is called where the same library saves torch files; none for other files."""
+    single, is_safe, variant = name.partition(".safetensors")
+    if not is_safe:
+        return []
+    stem = re.sub("^model", "pytorch_model", single)
+    return [f"{stem}.bin", f"{stem}.bin{variant or '.index.json'}"]
 
 
 def candidates(folder: Folder) -> list[str]:
-    """The names, one of which stands for a folder: its indexes, else its single files, else their variants."""
+    """The names, one of which stands for a folder: its indexes, else its single files, else their variants.
+
+    Single files beside an index do, too, unless it names them: transformers takes `model.safetensors` where diffusers
+    takes the index. Mistral's `consolidated` has the same weights for another program.
+    """
     indexes = [name for name in folder.names if _is_index(name)]
     usual = [name for name in indexes if name.endswith(".index.json")]
-    # Beside consolidated.01.pth, it is what one of several ranks has.
-    names = [name for name in folder.names if name != "consolidated.00.pth" or "consolidated.01.pth" not in folder]
-    singles = {name: match for name in names if (match := SINGLE.fullmatch(name))}
+    singles = {name: match for name in folder.names if (match := SINGLE.fullmatch(name))}
+    if any(map(CONSOLIDATED.fullmatch, {*folder.names} - singles.keys())):  # it is what one of several ranks has
+        singles.pop("consolidated.00.pth", None)
     plain = [name for name, match in singles.items() if not match["variant"]]
     variants = indexes or list(singles)
+    if usual and plain:
+        named = _named_shards(folder, usual)
+        usual += [name for name in plain if not name.startswith("consolidated") and name not in named]
     return usual or plain or ([] if ".metadata" in folder else variants)
 
 
+def _named_shards(folder: Folder, indexes: Iterable[str]) -> set[str]:
+    """The files that these indexes name as shards, however they are called."""
+    tables = (fields(json_or_none(os.path.join(folder.path, name), MAX_INDEX)).get("weight_map") for name in indexes)
+    return {file for table in tables for file in fields(table).values() if type(file) is str}
+
+
 def belonging(folder: Folder) -> set[str]:
-    """The names in a folder that belong to what stands for it: its indexes and all shards, or its single files."""
+    """The names in a folder that belong to what stands for it: its indexes and all shards, and its single files."""
     names = candidates(folder)
-    if not names or _is_index(names[0]):
-        pieces = {hf_pieces.BELOW} if hf_pieces.below(folder) else set()
-        for name in names:  # some name their shards differently
-            table = fields(json_or_none(os.path.join(folder.path, name), MAX_INDEX)).get("weight_map")
-            pieces |= {file for file in fields(table).values() if type(file) is str}
-        return pieces | {name for name in folder.names if _is_index(name) or _is_shard(name)}
+    indexes = [name for name in names if _is_index(name)]
+    claimed = set(names)
+    if indexes or not names:
+        claimed |= {hf_pieces.BELOW} if hf_pieces.below(folder) else set()
+        claimed |= _named_shards(folder, indexes)
+        return claimed | {name for name in folder.names if _is_index(name) or _is_shard(name)}
     return {name for name in folder.names if SINGLE.fullmatch(name)}
 
 
@@ -101,7 +118,7 @@ def _is_index(path: str) -> bool:
 
 def _is_shard(name: str) -> bool:
     """True for a name that numbers it among several. `shard-` begins pieces of tensors, which are not joined here."""
-    return NUMBERED.fullmatch(name) is not None and not name.startswith("shard-")
+    return NUMBERED.fullmatch(name) is not None and not plain_name(name).startswith("shard-")
 
 
 def read(source: Input) -> Checkpoint:
@@ -121,9 +138,9 @@ def read(source: Input) -> Checkpoint:
         raise Ambiguous(what, "They may differ.", fix)
     if names:
         whole = _read_index(source, names[0]) if _is_index(names[0]) else read_alone(source.open(names[0]))
-        if (other := _torch_name(names[0])) not in source:
+        if not (others := [other for other in _torch_names(names[0]) if other in source]):
             return whole
-        what = f"{other} was not read: transformers and diffusers take {names[0]}, too, where both are there"
+        what = f"{listed(others)} was not read: transformers and diffusers take {names[0]}, too, where both are there"
         return replace(whole, notes=(*whole.notes, Note("not-read", what)))
     what = f"{source} holds shards but no index: {listed([name for name in source.names if _is_shard(name)], 2)}"
     why = "Only *.index.json records which tensors make up the checkpoint, and in which files they are."
@@ -181,7 +198,11 @@ def _read_index(folder: Folder, index_name: str) -> Checkpoint:
     stem = stem_of(shards)
     stem = "model" if pickled and stem == "pytorch_model" else stem
     division = Division(0, stem, index_name, shards, ties, pickled)
-    return Checkpoint(tree, NAME, metadata, folder, division, tuple(notes), tuple(discarded), tensors_only=not pickled)
+    untied = tuple(shards) if len(shards) > 1 else ()
+    aside = tuple(discarded)
+    return Checkpoint(
+        tree, NAME, metadata, folder, division, tuple(notes), aside, tensors_only=not pickled, untied=untied
+    )
 
 
 def _shards(folder: Folder, index: str, weight_map: dict[str, str]) -> dict[str, Checkpoint]:

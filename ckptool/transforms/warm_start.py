@@ -47,7 +47,6 @@ from ckptool.transforms.rename import refuse_collisions
 from ckptool.transforms.resize import Resize, parse_resize, resized
 from ckptool.transforms.suggest import suggest
 
-ON_MISMATCH = ("error", "skip")
 READ_FOR_LOSSES = 256 << 20  # bytes of tensors that get a smaller dtype, in all
 
 
@@ -115,12 +114,8 @@ def plan_warm_start(
 ) -> WarmStartPlan:
     """The plan of loading the tensors of `root` into `target`. source: the name of the checkpoint.
 
-    Raises `NoMatch` for a rule or pattern that matches nothing, `Conflict` where two keys would become one,
-    `UsageError` for an unknown `on_mismatch`.
+    Raises `NoMatch` for a rule or pattern that matches nothing, `Conflict` where two keys would become one.
     """
-    if options.on_mismatch not in ON_MISMATCH:
-        what = f"unknown {arg('on_mismatch')} {options.on_mismatch!r}"
-        raise UsageError(what, f"Available: {', '.join(ON_MISMATCH)}.")
     targets, groups = target.tensors, tie_groups(target.tensors.values()).values()
     tensors = {k: v for k, v in root.node.items() if type(k) is str and isinstance(v, (TensorEntry, Composite))}
     keys = [*tensors, *extra_states(root.node, tensors)]

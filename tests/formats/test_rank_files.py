@@ -49,15 +49,17 @@ def test_ranks_are_one_checkpoint_of_their_sets(tmp_path: Path, run: Run) -> Non
     found = ckptool.open(folder)
     assert list(found.tree) == ["model", "extra_state", "optim"] and found.part is None
     assert found.metadata["ranks"] == 3
-    assert {note.code for note in found.notes} == {"ranks-differ", "replicas-differ"}
-    other = " ".join(note.message for note in found.notes if note.code == "ranks-differ")
+    assert {note.code for note in found.notes} == {"ranks-differ", "not-joined"}
+    other = " ".join(note.message for note in found.notes if note.code == "not-joined")
     assert found.tree["model"]["late"].shape == (2,)
-    assert "extra_state/seed" in other and "extra_state_world_size_3_rank_1.pt" in other
+    assert "extra_state is not joined: extra_state/rng, extra_state/seed are not the same on all ranks" in other
     tree = loaded(folder, tmp_path / "out.pt")
     for name, value in FULL.items():
         assert tree["model"][name].equal(value)
     assert tree["optim"]["state"][0]["exp_avg"].equal(FULL["fc.weight"])
-    assert tree["extra_state"]["epoch"] == 2 and tree["extra_state"]["seed"] == 0
+    for rank in range(3):  # random states are each rank's own
+        extra = tree["extra_state"][f"rank {rank}"]
+        assert extra["epoch"] == 2 and extra["seed"] == rank and extra["rng"].tolist() == [rank] * 8
     assert run("verify", str(folder)).code == 0
     assert [file.path for file in ckptool.scan(tmp_path).files if file.path.endswith("actor")] == [str(folder)]
 

@@ -51,12 +51,27 @@ def test_torch_shards(zipped: bool, tmp_path: Path) -> None:
 
 def test_a_folder_of_two_checkpoints(tmp_path: Path) -> None:
     folder = hub(tmp_path / "model")
-    save_file(sharded_state(), folder / "model.safetensors")
-    assert_values(read(folder), sharded_state())  # an index is worth more than a file beside it
+    older = {name: tensor + 1 for name, tensor in sharded_state().items()}
+    saved(older, folder / "pytorch_model.bin")
+    save_file(older, folder / "consolidated.safetensors")  # Mistral's, beside the same weights for transformers
+    assert_values(read(folder), sharded_state())
+    # transformers and accelerate take a single file before an index, diffusers the index.
+    save_file(older, folder / "model.safetensors")
+    with pytest.raises(Ambiguous, match=r"model\.safetensors\.index\.json, model\.safetensors"):
+        read(folder)
+    assert {INDEX, "model.safetensors"} <= {Path(row.path).name for row in ckptool.scan(folder).files if row.is_good}
+    (folder / INDEX).rename(folder / "pytorch_model.bin.index.json")  # the torch files of the weights are not read
+    assert_values(read(folder), older)
+    (folder / "pytorch_model.bin.index.json").rename(folder / INDEX)
+    (folder / "model.safetensors").unlink()
     shutil.copy(folder / INDEX, folder / "other.safetensors.index.json")
     with pytest.raises(Ambiguous, match="holds 2 checkpoints"):
         read(folder)
     assert_values(read(folder / INDEX), sharded_state())
+    one = hub(tmp_path / "one", shards=1)  # an index of one file of the usual name
+    (one / "model-00001-of-00001.safetensors").rename(one / "model.safetensors")
+    write_index(one, dict.fromkeys(sharded_state(), "model.safetensors"))
+    assert_values(read(one), sharded_state())
     save_file(sharded_state(), tmp_path / "model.safetensors")
     save_file(sharded_state(), tmp_path / "adapter_model.safetensors")
     with pytest.raises(Ambiguous, match=r"adapter_model\.safetensors, model\.safetensors"):

@@ -71,7 +71,7 @@ def read(source: Input) -> Checkpoint:
                     joiner.not_compared[name] = None
                 if same is False:
                     whose, theirs = owner_of(first.relative_path), owner_of(other.relative_path)
-                    joiner.different[name] = f"the one of {whose} is used; {theirs} has a different one"
+                    joiner.differs(name, f"the one of {whose} is used; {theirs} has a different one")
                     break
             values[name] = payloads.object(name, first)
             continue
@@ -83,6 +83,7 @@ def read(source: Input) -> Checkpoint:
         flags, grad = tensor.flags, value.requires_grad  # one object for all that are equal
         # Names that are tied are two tensors.
         values[name] = tensor.with_flags(flags if flags.requires_grad == grad else flags._replace(requires_grad=grad))
+    joiner.refuse_other_runs()
     untied = _check_steps(tables, values)
     tree, mark, notes, aside = tree_pickle.restored(values)
     if tree is None:

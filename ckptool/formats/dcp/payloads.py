@@ -47,6 +47,7 @@ from ckptool.formats import ZIP, safetensors, torch_zip
 from ckptool.formats.boxes import Box, Piece, Stored
 from ckptool.formats.dcp.tables import Chunk, Place, Saved, owner_of
 from ckptool.formats.layouts.hf_pieces import saved_offsets
+from ckptool.formats.marks import PICKLE
 
 SMALL = 1 << 20  # bytes of objects that are compared
 ZSTD = "stream.zstd/1"
@@ -187,8 +188,10 @@ class Payloads:
                 at = chunk.place.offset
                 key = (at, chunk.box, name if (file, at) in self._safetensors else "")
                 if (entry := entries.get(key)) is None:
-                    # Of a zip that is compressed, or on another machine, the table tells enough until it is read.
-                    is_lazy = self._is_compressed(name, chunk.place) or self.folder.far
+                    # Of a zip that is compressed, or on another machine, the table tells enough until it is read; but
+                    # for ours, which is read next, by its checksum.
+                    is_far = self.folder.far and not name.startswith(PICKLE)
+                    is_lazy = self._is_compressed(name, chunk.place) or is_far
                     if is_lazy and not self.folder.far:
                         self.part(chunk.place)  # raises unless it is there, in a file of the checkpoint
                     entry = _LazyChunk(self, name, replace(chunk), dtype).tensor if is_lazy else self.chunk(name, chunk)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -33,7 +33,7 @@ from ckptool.checkpoint.nodes import fields, items, same_kind
 from ckptool.commands import command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, Unsupported, counted, listed, printable
 from ckptool.formats.boxes import Piece
-from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in
+from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in, without_copies
 from ckptool.formats.layouts import zero
 from ckptool.formats.layouts.zero import StageFiles
 from ckptool.formats.pieces import Joiner, Vector, agree, refuse_other
@@ -58,12 +58,12 @@ _OTHER = re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
 
 
 def detect(head: bytes, source: Input) -> bool:
-    return isinstance(source, Folder) and (_has_states(source.names) or tag_of(source) is not None)
+    return isinstance(source, Folder) and (_is_saved(source.path, source.names) or tag_of(source) is not None)
 
 
 def belonging(folder: Folder) -> set[str]:
     """The names in a tag's folder, or the folder above, that belong to the checkpoint that is read there."""
-    if _has_states(folder.names):
+    if _is_saved(folder.path, folder.names):
         return {name for name in folder.names if name.endswith("_states.pt") or name == UNIVERSAL}
     tag = tag_of(folder)
     return {name for name in (tag, *LATEST, *SCRIPTS) if name in folder} if tag else set()
@@ -96,11 +96,15 @@ def _tags(folder: Folder) -> tuple[list[str], str, str]:
 
 def _is_tag(folder: Folder, name: str) -> bool:
     """True for a folder inside, by its plain name, that has DeepSpeed's files."""
-    return name in folder and _has_states(names_in(os.path.join(folder.path, name)))
+    path = os.path.join(folder.path, name)
+    return name in folder and _is_saved(path, names_in(path))
 
 
-def _has_states(names: Iterable[str]) -> bool:
-    return any(name.endswith("_states.pt") and _STATES.fullmatch(name) for name in names)
+def _is_saved(path: str, names: Collection[str]) -> bool:
+    """True for a folder with ranks' files, or the parameters of a universal one."""
+    if any(name.endswith("_states.pt") and _STATES.fullmatch(name) for name in names):
+        return True
+    return UNIVERSAL in names and _COMMON in names_in(os.path.join(path, UNIVERSAL))
 
 
 def _of_run(source: Folder) -> Checkpoint:
@@ -161,7 +165,7 @@ def read(folder: Folder) -> Checkpoint:
     files of several steps, stages or world sizes, `Unsupported` for tensor parallelism and what else is not joined,
     what opening a rank's file raises; see `_of_run`.
     """
-    if not _has_states(folder.names):
+    if not _is_saved(folder.path, folder.names):
         return _of_run(folder)
     tag = Tag(folder)
     if UNIVERSAL in folder:
@@ -194,6 +198,7 @@ def read(folder: Folder) -> Checkpoint:
             if group is None:
                 groups.append(group := {**other, "params": []})
             group["params"] = [*group["params"], *(name for name in other["params"] if name not in known)]
+    tag.joiner.refuse_other_runs()  # of tied weights, which several stages have
     engine = ", pipeline" if is_pipeline else ""
     if not tag.first.shares:
         if states.get("param_shapes") is not None:
@@ -405,12 +410,13 @@ def _universal(tag: Tag) -> Checkpoint:
         for name, shape in shapes.items():
             slots: dict[str, Any] = {}  # its values by the names of their files, in its shape
             files = Folder(os.path.join(zero_folder.path, name))
-            for file in (file for file in files.names if file.endswith(".pt")):
+            for file in (file for file in without_copies(files.names) if file.endswith(".pt")):
                 value = tag.joiner.open(file, files).tree
                 value = zero.bare(value.get("param") if isinstance(value, dict) else value)
                 if isinstance(value, TensorEntry) and len(value.shape) == 1 and value.numel == prod(shape):
                     value = value.reshape(shape)
-                slots[file.removesuffix(".pt")] = value
+                slots[key := file.removesuffix(".pt")] = value
+                tag.joiner.untied += [f"{name}/{file}"] if key not in (_WEIGHT, "step") else []
             zero_folder.adopt(name, files)
             weight = slots.get(_WEIGHT)
             if not isinstance(weight, TensorEntry):

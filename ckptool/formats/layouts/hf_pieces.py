@@ -17,7 +17,7 @@ from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.errors import counted, listed
 from ckptool.formats.boxes import Piece, sizes_of
-from ckptool.formats.folder import PIECES, damaged, lacks, missing_ranks, names_in
+from ckptool.formats.folder import PIECES, damaged, lacks, missing_ranks, names_in, renamed
 from ckptool.formats.pieces import Joiner
 
 NAME = "hf-pieces"
@@ -47,8 +47,10 @@ def read(source: Folder) -> Checkpoint:
         rest = next(iter(matches.values()))["rest"]
         files = [f"shard-{rank:05}-{rest}.safetensors" for rank in missing]
         raise lacks(source, f"the pieces of {counted(len(missing), 'rank')}", files)
+    if absent := renamed(source.names, PIECES):
+        raise lacks(source, f"{counted(len(absent), 'file')} that a copy is named after", absent)
     pieces: dict[str, list[Piece]] = {}
-    joiner = Joiner(source)
+    joiner = Joiner(source, untied=[*matches] if len(matches) > 1 else [])
     for name, match in matches.items():
         shard = joiner.open(name)
         if not shard.tensors_only:

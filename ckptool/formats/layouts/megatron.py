@@ -24,6 +24,7 @@ from ckptool.checkpoint.paths import absolute
 from ckptool.commands import command
 from ckptool.errors import Conflict, Corrupt, Truncated, Unsupported, counted, listed
 from ckptool.formats import dcp
+from ckptool.formats.dcp.tables import METADATA
 from ckptool.formats.folder import damaged
 
 NAME = "megatron"
@@ -38,7 +39,10 @@ _OF_OPTIMIZER = re.compile(r"(?:chained_([0-9]{1,4})\.)?optimizer\.(?:state\.([^
 
 
 def detect(head: bytes, source: Input) -> bool:
-    return isinstance(source, Folder) and (is_run(source) or bool(_backend(source)))
+    if not isinstance(source, Folder):  # the table of an iteration stands for it
+        above, name = os.path.split(source.path)
+        return name == METADATA and detect(b"", Folder(above))
+    return is_run(source) or bool(_backend(source)) or (COMMON in source and METADATA in source)
 
 
 def is_run(folder: Folder) -> bool:
@@ -53,15 +57,20 @@ def read(source: Input) -> Checkpoint:
     those of the ranks, by key. Raises what `dcp.read` raises; `Corrupt` for a tracker that leads nowhere or elsewhere,
     `Truncated` without `common.pt`, `Unsupported` for another backend, `Conflict` for files of two iterations.
     """
-    assert isinstance(source, Folder)
     from ckptool import formats
 
+    if not isinstance(source, Folder):
+        source = Folder(os.path.dirname(source.path), shown=source.path)
     if is_run(source):
         last = latest(source)
         checkpoint = formats.read_alone(last)
         source.adopt(os.path.basename(last.path), last)
         return replace(checkpoint, source=source)
     backend = _backend(source)
+    if not backend:
+        what = f"{source} has {COMMON} of Megatron-Core and no {BACKEND} that can be read"
+        why = f"{BACKEND} is written last: the run was stopped before that, or it was damaged or not copied along."
+        raise Truncated(what, why, "Copy the whole folder, or take an earlier iteration.")
     if backend != "torch_dist":
         what = f"{source} was saved by Megatron-Core with its backend {backend[:40]}"
         why = "Only torch_dist is read here; zarr, a folder for each tensor, was removed in Megatron-Core 0.13."

@@ -14,7 +14,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.commands import OUT, Slot, command
 from ckptool.errors import Unsupported, counted
-from ckptool.formats.folder import FSDP_RANKS, OF_WORLD, lacks, missing_names, mixed
+from ckptool.formats.folder import FSDP_RANKS, OF_WORLD, lacks, missing_names, mixed, without_copies
 from ckptool.formats.pieces import Joiner
 from ckptool.formats.placements import RankFile
 from ckptool.formats.rank_trees import joined_trees
@@ -30,8 +30,8 @@ def read(source: Folder) -> Checkpoint:
     """The checkpoint of all ranks. Reads their pickles and directories, no tensor data.
 
     Tensors that the ranks hold together are whole, plain ones are those of the first rank, compared with the others'.
-    A set (other than the model's) whose tensors differ and do not say how they are divided stays as it is, each rank's
-    by itself. Raises `Conflict` for files of several runs or steps, `Corrupt` for missing files and parts, and
+    A set (other than the model's) that differs and does not say how it is divided stays as it is, each rank's by
+    itself. Raises `Conflict` for files of several runs or steps, `Corrupt` for missing files and parts, and
     `Unsupported` for a model that cannot be put together.
     """
     ranks, tree = RankSets(source), dict[str, Any]()
@@ -65,7 +65,7 @@ class RankSets:
         self._tables: dict[tuple[int, ...], tuple[int, ...]] = {}
         sets: dict[str, dict[int, str]] = {}
         worlds: dict[int, str] = {}
-        for name in folder.names:
+        for name in without_copies(folder.names):
             if match := OF_WORLD.fullmatch(name):
                 worlds.setdefault(int(match["world"]), name)
                 kind = match["set"].partition("_world_size_")[0]

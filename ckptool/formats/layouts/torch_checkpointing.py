@@ -23,7 +23,7 @@ from ckptool.checkpoint.nodes import inside
 from ckptool.checkpoint.tree import Path
 from ckptool.errors import CkptoolError, LimitExceeded, Unsupported, counted, listed, printable
 from ckptool.formats.boxes import sizes_of
-from ckptool.formats.folder import MOST_NAMED, damaged, lacks, missing_ranks, mixed
+from ckptool.formats.folder import MOST_NAMED, damaged, lacks, missing_ranks, mixed, without_copies
 from ckptool.formats.pieces import Joiner
 from ckptool.formats.placements import MAX_MESH, RankFile, RankShare, distributed, row_major_axes
 from ckptool.formats.rank_trees import Described, joined_trees
@@ -50,16 +50,16 @@ def detect(head: bytes, source: Input) -> bool:
     if TABLE in source:
         return b"rank_to_layout_info" in source.open(TABLE).read(0, min(source.open(TABLE).size, MAX_TABLE))
     first = [name for name, match in _files(source).items() if match["suffix"][0] in "pb" and not int(match["rank"])]
-    for file in map(source.open, first[:MAX_LOOKS]):  # one that has parts of tensors of torch.distributed
+    for name in first[:MAX_LOOKS]:  # one that has parts of tensors of torch.distributed
         with suppress(CkptoolError):
-            tensors = (distributed(node) for node in visit(read_alone(file).tree))
+            tensors = (distributed(node) for node in visit(read_alone(source.open(name)).tree))
             if any(tensor is not None and tensor.is_dtensor for tensor in tensors):
                 return True
     return False
 
 
 def _files(folder: Folder) -> dict[str, re.Match[str]]:
-    return {name: match for name in folder.names if (match := _FILE.fullmatch(name))}
+    return {name: match for name in without_copies(folder.names) if (match := _FILE.fullmatch(name))}
 
 
 def belonging(folder: Folder) -> set[str]:
@@ -86,7 +86,8 @@ def read(source: Folder) -> Checkpoint:
         by_path = {path: rank for rank, (path, _) in sorted(files.items(), reverse=True)}  # of a file that ranks share
         rank_files = [RankFile(str(source), files[rank][0], rank, world, tables) for rank in sorted(by_path.values())]
         values = [_opened(joiner, *files[file.rank]) for file in rank_files]
-        tree[item] = joined_trees(joiner, item, rank_files, values, _described(source, table, item))
+        described, apart = _described(source, table, item), not item.startswith("model")
+        tree[item] = joined_trees(joiner, item, rank_files, values, described, apart=apart)
     used = _names(items)
     if unused := [name for name in source.names if name not in used]:
         what = f"{counted(len(unused), 'file is', 'files are')} of no known item"
