@@ -203,7 +203,8 @@ class Diff(Report):
             if room:  # names of any length have room at the end of a line
                 groups, heads = [(*facts, name) for name, *facts in groups], (*heads[1:], "")
             right = range(not room, 4 - bool(room))
-            yield Table(groups, title=f"values ({len(rows):,})", heads=heads, right=right, hang=NAMES)
+            limits: dict[str, Any] = {"limit": 3 * room or None, "more": f"  … {{}} more ({arg(all=True)})"}
+            yield Table(groups, title=f"values ({len(rows):,})", heads=heads, right=right, hang=NAMES, **limits)
             yield f"  … {counted(omitted, 'group')} that changed less ({arg(all=True)})" if omitted else None
             yield dim("  change: mean |a-b| / max(|a|, |b|) of the tensor that changed most")
         if self.changed_elements:
@@ -259,7 +260,7 @@ def tensors_changed(diff: Diff) -> list[tuple[str, Difference]]:
 
 def group_rows(rows: Iterable[tuple[str, Difference]], room: int) -> tuple[list[tuple[str, ...]], int]:
     """Groups of tensors, those of a part together, the largest change first; and how many did not fit."""
-    parts, cells, omitted = dict[str, list[tuple[str, Difference]]](), list[tuple[float, tuple[str, ...]]](), 0
+    parts, cells, omitted = dict[str, list[tuple[str, Difference]]](), list[tuple[str, ...]](), 0
     for name, change in rows:
         parts.setdefault(differences.place(change.path)[0], []).append((name, change))
     limit = max(2 * room // len(parts) ** 2, 3) if room else None
@@ -274,12 +275,8 @@ def group_rows(rows: Iterable[tuple[str, Difference]], room: int) -> tuple[list[
             first = max(values, key=change_of, default=None)  # which changed most; in words where there is no number
             peak, mean = (None, 0.0) if first is None else (first.max_abs, first.mean_rel or 0.0)
             how = "differ" if peak is None else "NaN, inf" if peak == inf else percent(mean) if peak else "bits only"
-            size = -1.0 if first is None else change_of(first)
-            cells.append((size, (name or WHOLE, how, number(top), percent(changed / max(total, 1)))))
-    if room and len(cells) > 3 * room:  # of many parts
-        omitted += len(cells) - 3 * room
-        cells = sorted(cells, key=lambda cell: -cell[0])[: 3 * room]
-    return [row for _, row in cells], omitted
+            cells.append((name or WHOLE, how, number(top), percent(changed / max(total, 1))))
+    return cells, omitted
 
 
 def totals(values: Values) -> tuple[int, int, float | None]:

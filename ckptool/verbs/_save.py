@@ -24,7 +24,7 @@ from ckptool.checkpoint.nodes import Object, fields
 from ckptool.checkpoint.paths import is_url, may_exist, named_urls
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
 from ckptool.commands import FILE, NAME, OUT, OUT_SAFETENSORS, VERBS, Command, Slot, arg, command, input_of
-from ckptool.conventions.state_dicts import optimizers
+from ckptool.conventions.state_dicts import MANY_STATE_DICTS, optimizers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, form, listed
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, replace, size
 from ckptool.formats import CheckpointLike, Format, Opened, PathLike, changeable, is_in_memory, marks, open_file
@@ -65,11 +65,6 @@ class Row(NamedTuple):
     def named(cls, key: str, names: Sequence[str], label: str, limit: int = 8) -> Row:
         """Names, listed in one line behind the label where there are any."""
         return cls(key, list(names), [f"{label} {listed(names, limit)}"] if names else [])
-
-
-def first_of(lines: Sequence[str], most: int = 20) -> list[str]:
-    """So many lines for people, and one that says how many more there are."""
-    return [*lines[:most], f"… {len(lines) - most:,} more"] if len(lines) > most else [*lines]
 
 
 def lines_of(rows: Iterable[Row | str]) -> list[str]:
@@ -543,11 +538,13 @@ def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | 
             notes.append(Note("old-names", message))
     roots = [{"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots]
     of = [f"{root or 'the whole file'}: {changed:,} of {counted(keys, 'key')}" for root, changed, keys in renamed.roots]
+    of = [*of[:MANY_STATE_DICTS], f"… {len(of) - MANY_STATE_DICTS:,} more"] if len(of) > MANY_STATE_DICTS else of
     names = [f"{old} → {new}" for old, new in renamed.names.items()]
     return saved.about(
         f"{renamed.changed:,} of {counted(renamed.total, 'key')} renamed" if renamed.changed else clean,
-        Row("roots", roots, first_of(of) if len(of) > 1 else []),
-        *first_of(names, 3),
+        Row("roots", roots, of if len(of) > 1 else []),
+        *names[:3],
+        *([f"… {len(names) - 3:,} more"] if len(names) > 3 else []),
         changed=renamed.changed,
         keys=renamed.total,
         notes=notes,

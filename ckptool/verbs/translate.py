@@ -22,7 +22,7 @@ from ckptool.transforms.flatten import export, left_behind, siblings
 from ckptool.transforms.join_ranks import open_joined
 from ckptool.transforms.translate import TranslatedCheckpoint, translate_roots
 from ckptool.verbs._options import LIKE, SHARD_SIZE, ChangedAt, Out, Size, Texts, check_text, files_and_rules
-from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change, first_of
+from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
 
 MANY = 12  # steps that are all shown without -n
 
@@ -198,7 +198,7 @@ def _report_rows(outcome: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
         unmatched = {name: list(getattr(root, name)) for name in ("dropped", "kept", "filled", "unfilled")}
         roots.append({"root": place, "steps": steps, **unmatched})
     yield Row("roots", roots, lines)
-    yield Row("not_reversible", list(outcome.lost), first_of([f"not reversible: {line}" for line in outcome.lost]))
+    yield Row("not_reversible", list(outcome.lost), [f"not reversible: {line}" for line in outcome.lost])
     moved = f"the same rules were applied to the moments of {counted(outcome.optimizers, 'optimizer')}"
     yield Row("optimizers", outcome.optimizers, [moved] if outcome.optimizers else [])
 
