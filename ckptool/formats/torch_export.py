@@ -2,7 +2,7 @@
 
 Source: torch/export/pt2_archive/_package.py, torch/_export/serde/schema.py and serialize.py, torch 2.8 to 2.13; before
 that the tensors were files of `torch.save`. The tree is what `torch.export.load(...)` has as `state_dict` and as
-`constants`, of each model under its name where there are several. A graph is never run.
+`constants`, detached, of each model under its name where there are several. A graph is never run.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Flags, Note, Storage, TensorEntry
+from ckptool.checkpoint import Checkpoint, Note, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, fields, items
+from ckptool.checkpoint.tree import detached
 from ckptool.commands import command
 from ckptool.errors import Ambiguous, Corrupt, Unsupported, counted, form
 from ckptool.formats import torch_zip
@@ -91,7 +92,8 @@ class _Program:
         parts: dict[str, Any] = {}
         for part, kind in ("state_dict", "weights"), ("constants", "constants"):
             saved = [name for name in (f"data/{kind}/{model}.pt", f"serialized_{part}.pt") if name in self.records]
-            parts[part] = self.saved(saved[0]) if saved else self.listed(f"data/{kind}/", f"{model}_{kind}_config.json")
+            found = self.saved(saved[0]) if saved else self.listed(f"data/{kind}/", f"{model}_{kind}_config.json")
+            parts[part] = OrderedDict((name, detached(value) or value) for name, value in fields(found).items())
         for name in f"data/sample_inputs/{model}.pt", "serialized_example_inputs.pt":
             if name in self.records and self.records[name].size:
                 self.discarded.append(self.saved(name))
@@ -106,12 +108,12 @@ class _Program:
         self.notes += [Note(note.code, f"{name}: {note.message}") for note in checkpoint.notes]
         return checkpoint.tree
 
-    def listed(self, folder: str, table: str) -> OrderedDict:
+    def listed(self, folder: str, table: str) -> dict[str, Any]:
         """The tensors that a table names, those of one record on one storage; what is no tensor goes to `discarded`."""
         raw, what = self.record(folder + table).contents(MAX_JSON).strip(), f"{self.source}: {table}"
         if (config := re.fullmatch(rb'\{\s*"config"\s*:\s*(\{.*\})\s*\}', raw, re.DOTALL)) is None:
             raise Corrupt(f"{what} is no table of tensors")
-        values, storages = OrderedDict(), dict[str, Storage]()
+        values, storages = dict[str, Any](), dict[str, Storage]()
         for name, payload in members(config[1], what, "", lambda _: False):
             if name in values:
                 raise Ambiguous(f"{what} names {name} twice")
@@ -120,7 +122,7 @@ class _Program:
                     record, place = self.record(folder + path), [device.get("type"), device.get("index")]
                     location = ":".join(str(part) for part in place if part is not None)
                     storage = storages.setdefault(path, Storage(record.data, location, record.sum))
-                    values[name] = _tensor(name, storage, meta, payload.get("is_param") is True)
+                    values[name] = _tensor(name, storage, meta)
                 case {"use_pickle": True, "path_name": str(path), "tensor_meta": dict()}:
                     values[name] = self.saved(folder + path)
                 case {"use_pickle": True, "path_name": str(path)}:
@@ -148,7 +150,7 @@ class _Program:
                     yield Object(Global("torch.export", (text or "escaped letters")[:80]), (str(record),))
 
 
-def _tensor(name: str, storage: Storage, meta: dict[Any, Any], is_parameter: bool) -> TensorEntry:
+def _tensor(name: str, storage: Storage, meta: dict[Any, Any]) -> TensorEntry:
     dtype = BY_TORCH.get(_BY_NUMBER.get(meta["dtype"], "")) if type(meta.get("dtype")) is int else None
     if dtype is None or meta.get("layout") != _STRIDED:
         what = f"{name} has the element type {meta.get('dtype')} and the layout {meta.get('layout')} of torch.export"
@@ -159,7 +161,7 @@ def _tensor(name: str, storage: Storage, meta: dict[Any, Any], is_parameter: boo
         raise Unsupported(f"{name} has no values", "The program was exported from a model without them.")
     offset: Any = fields(meta.get("storage_offset")).get("as_int")
     check_view(storage.nbytes, dtype, shape, stride, offset)
-    return TensorEntry(storage, dtype, shape, stride, offset, Flags(meta.get("requires_grad") is True, is_parameter))
+    return TensorEntry(storage, dtype, shape, stride, offset)
 
 
 def _is_arithmetic(text: str) -> bool:
