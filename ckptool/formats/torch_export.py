@@ -92,8 +92,8 @@ class _Program:
         parts: dict[str, Any] = {}
         for part, kind in ("state_dict", "weights"), ("constants", "constants"):
             saved = [name for name in (f"data/{kind}/{model}.pt", f"serialized_{part}.pt") if name in self.records]
-            found = self.saved(saved[0]) if saved else self.listed(f"data/{kind}/", f"{model}_{kind}_config.json")
-            parts[part] = OrderedDict((name, detached(value) or value) for name, value in fields(found).items())
+            table = self.saved(saved[0]) if saved else self.listed(f"data/{kind}/", f"{model}_{kind}_config.json")
+            parts[part] = OrderedDict((name, detached(value) or value) for name, value in fields(table).items())
         for name in f"data/sample_inputs/{model}.pt", "serialized_example_inputs.pt":
             if name in self.records and self.records[name].size:
                 self.discarded.append(self.saved(name))
