@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from ckptool.analysis.values import ValueDifference, change_of, compare_values
 from ckptool.analysis.words import PathFact, type_name
 from ckptool.checkpoint import Composite, Data, InlineBytes, StorageRef, Tensor, TensorEntry
-from ckptool.checkpoint.compare import same_bytes
+from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.graph import SCALARS, alike
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical

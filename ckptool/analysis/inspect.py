@@ -472,7 +472,8 @@ def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
         names = {how: sorted(name for kind, name in unknown if kind == how) for how in _WOULD}
         would = [f"{_WOULD[how]} {listed(group)}" for how, group in names.items() if group]
         where = f"first at {next(iter(unknown.values())) or 'the top'}"
-        yield Note("unsafe-global", f"loading it with pickle would {listed(would)} ({where}); ckptool does not")
+        how = "loading it" if checkpoint.extras else "loading it with pickle"  # a program has loaders of its own
+        yield Note("unsafe-global", f"{how} would {listed(would)} ({where}); ckptool does not")
     if unread := unjudged(checkpoint):
         shown = listed(unread, 4)
         what = counted(len(unread), "file begins like a pickle", "files begin like pickles")

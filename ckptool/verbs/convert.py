@@ -71,11 +71,10 @@ def convert(
     """Writes a checkpoint in the container of `out`'s suffix, or in `container`.
 
     To safetensors: one set of weights, listing what is left out; or the whole tree (`all`), which converting back
-    restores bit for bit. To `.pt`: everything, in a compact file without unused or superseded records.
-    Of a whole module that `at` names, and of TorchScript, the state dict.
-    A folder of weights gets the configuration and tokenizer of `like`, else those beside the input. `against` is any
-    model that `warm_start` takes. For input in memory and no output, returns the result; it takes `only`, `exclude`,
-    `at`, `weights_only` and `optimizer_as`.
+    restores bit for bit. To `.pt`: everything, in a compact file without unused or superseded records; of a whole
+    module that `at` names, and of a program, the state dict. A folder of weights gets the configuration and tokenizer
+    of `like`, else those beside the input. `against` is any model that `warm_start` takes. For input in memory and no
+    output, returns the result; it takes `only`, `exclude`, `at`, `weights_only` and `optimizer_as`.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     folder = isinstance(file, (str, os.PathLike)) and folder_at(split(file)[0])
@@ -259,7 +258,7 @@ def _to_pickle(
     flatten.refuse_packed(part, root)
     behind += flatten.around(part, root)
     if is_module or weights_only:
-        what = "a TorchScript module, without its program" if weights_only else f"a {root.detail}, without its class"
+        what = f"a {part.container}, without its code" if weights_only else f"a {root.detail}, without its class"
         summary = f"the {counted(len(keys), 'tensor')} of {what}"
     else:
         place = f" of {root.address}" if root.address else ""

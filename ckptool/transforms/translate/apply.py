@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import elementwise, resolved
-from ckptool.checkpoint.compare import same_bytes
+from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import numbers
 from ckptool.checkpoint.strided import apart
 from ckptool.commands import arg
