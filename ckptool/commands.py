@@ -259,14 +259,18 @@ def parameters_of(function: Any) -> Iterator[Parameter]:
             if isinstance(option, Option):
                 hint = param.annotation.__origin__
                 kinds = get_args(hint) or (hint,)
-                choices = next((get_args(kind) for kind in (hint, *kinds) if get_origin(kind) is Literal), ())
                 kind: Any = next((kind for kind in (bool, int, float) if kind in kinds and str not in kinds), str)
                 if option.several or option.each:
                     kind = list[str]
                 elif option.parse:
                     kind = str
                 is_needed = option.needed or (param.default is param.empty and not option.optional)
-                yield Parameter(name, kind, param.default, option._replace(choices=choices), is_needed)
+                yield Parameter(name, kind, param.default, option._replace(choices=choices_in(hint)), is_needed)
+
+
+def choices_in(hint: Any) -> tuple[str, ...]:
+    """The words of a `Literal`, or of one that may be None; none of any other type."""
+    return next((get_args(kind) for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal), ())
 
 
 def watched(function: Any) -> dict[str, str]:
@@ -286,10 +290,11 @@ class _Shown(str):
 
 
 # Types of parameters that are checked in Python: what each accepts, and what messages call it.
-_ACCEPTED: dict[Any, tuple[type, str]] = {str: (str, "a string"), os.PathLike: (os.PathLike, "a path")}
+_ACCEPTED: dict[Any, tuple[Any, str]] = {str: (str, "a string"), os.PathLike: (os.PathLike, "a path")}
 _ACCEPTED |= {int: (Integral, "a whole number"), float: (Real, "a number"), Sequence: (Iterable, "a list")}
-_ACCEPTED |= {bool: (Integral, "True or False")}  # "no" would be true
+_ACCEPTED |= {bool: (Integral, "True or False"), Callable: (Callable, "a function")}  # "no" would be true
 _ACCEPTED |= {dict: (Mapping, "a dictionary"), Mapping: (Mapping, "a dictionary"), type(None): (type(None), "")}
+_ITEMS: dict[Any, tuple[type, str]] = {str: (str, "strings"), float: (Real, "numbers")}
 
 
 def for_python(function: Any) -> Any:
@@ -299,27 +304,24 @@ def for_python(function: Any) -> Any:
     if not inspect.isfunction(function):
         return function
     sig, typed = signature_of(function), list(parameters_of(function))
-    kinds = {param.name: getattr(param.annotation, "__origin__", param.annotation) for param in sig.parameters.values()}
-    check = _check_of_types(function, kinds, typed)
+    hints = {param.name: param.annotation for param in sig.parameters.values()}
+    kinds = {name: hint.__origin__ if hasattr(hint, "__metadata__") else hint for name, hint in hints.items()}
+    taken = _check_of_types(function, kinds)
     takes_several = bool(typed) and typed[0].option.each
     of_lists = "A list of paths gives a list of reports; jobs=N or an executor works on several at a time."
 
     @wraps(function)
     def called(*args: Any, **options: Any) -> Any:
-        to_check, paths = [*zip(sig.parameters, args, strict=False), *options.items()], None
+        options = {name: taken(name, value) for name, value in options.items()}
         if takes_several and args and isinstance(args[0], (list, tuple, Iterator)) and not hasattr(args[0], "read"):
-            paths, to_check = [*args[0]], to_check[1:]
+            paths = [*args[0]]
             if odd := [type(path).__name__ for path in paths if not isinstance(path, (str, os.PathLike))]:
                 fix = f"One after the other: [ckptool.{function.__name__}(item) for item in …]"
                 raise UsageError(f"{function.__name__} was given a list with {odd[0]} in it", of_lists, fix)
-            for path in paths:
-                check(typed[0].name, path)
-        for name, value in to_check:
-            check(name, value)
-        if paths is not None:
             many = import_module("ckptool.verbs._many_files")
-            return many.of_list(function, [*map(os.fspath, paths)], args[1:], options)
-        report = function(*args, **options)
+            paths = [os.fspath(taken(typed[0].name, path)) for path in paths]
+            return many.of_list(function, paths, args[1:], options)
+        report = function(*map(taken, sig.parameters, args), *args[len(sig.parameters) :], **options)
         if not getattr(report, "made", ()):
             return report
         for note in report.notes:  # nobody sees the report of a result in memory
@@ -327,55 +329,57 @@ def for_python(function: Any) -> Any:
         return report.made[0]
 
     called.__module__ = "ckptool"  # where processes that it is pickled to find it
+    shown = [param.replace(annotation=_Shown(kinds[param.name])) for param in sig.parameters.values()]
+    vars(called)["__signature__"] = sig.replace(parameters=shown)
     if not hasattr(function, "verb"):
         return called
     names = {flag: param.name for param in typed for flag in param.option.flags}
-    shown = [param.replace(annotation=_Shown(kinds[param.name])) for param in sig.parameters.values()]
-    vars(called)["__signature__"] = sig.replace(parameters=shown)
     lines = [f"{each.name}: {re.sub('--[a-z-]+', lambda f: names.get(f[0], f[0]), each.option.help)}" for each in typed]
     declared = inspect.signature(function, eval_str=True).parameters.values()
     writes = [param.annotation.__doc__ or "" for param in declared if hasattr(param.annotation, "__required_keys__")]
     lines += writes
     if takes_several:
-        lines.append(f"{of_lists} Into: folder=DIR, or in_place=True." if writes else of_lists)
+        into = f" Into: folder=DIR{', or in_place=True' * ('in_place' in kinds)}." if writes else ""
+        lines.append(of_lists + into)
     called.__doc__ = "\n    ".join([(function.__doc__ or "").rstrip() + "\n", *lines, ""])
     return called
 
 
-def _check_of_types(function: Any, kinds: Mapping[str, Any], typed: Iterable[Parameter]) -> Callable[[str, Any], None]:
-    """A function that raises `UsageError` for a value of a type that its parameter does not take.
-    kinds: the types of the parameters."""
-    accepted: dict[str, list[tuple[type, str]]] = {}
-    by_name = set[str]()  # dictionaries of names
+def _check_of_types(function: Any, kinds: Mapping[str, Any]) -> Callable[[str, Any], Any]:
+    """A function that gives a parameter's value, numbers as Python's own; raises `UsageError` for a type that the
+    parameter does not take.  kinds: the types of the parameters."""
+    accepted: dict[str, list[tuple[Any, str]]] = {}
+    items: dict[str, tuple[type, str]] = {}  # what those of a list have to be, or the keys of a dictionary
     for name, kind in kinds.items():  # verbs that write look at `out` themselves
         choices = get_args(kind) if isinstance(kind, UnionType) else [kind]
         types = [get_origin(hint) or hint for hint in choices]
         if _ACCEPTED.keys() >= set(types) and (name != "out" or "make_folder" not in kinds):
             accepted[name] = [_ACCEPTED[hint] for hint in types]
-            by_name |= {name for hint in choices if get_args(hint)[:1] == (str,) and get_origin(hint) is not Sequence}
-    words = {param.name: (param.default, *param.option.choices) for param in typed if param.option.choices}
+            firsts = [get_args(hint)[0] for hint in choices if get_args(hint)]
+            items.update((name, _ITEMS[first]) for first in firsts if first in (str, float))
+    words = {name: choices for name, kind in kinds.items() if (choices := choices_in(kind))}
 
-    def check(name: str, value: Any) -> None:
+    def taken(name: str, value: Any) -> Any:
         problem = f"{function.__name__} was given {type(value).__name__} as {name}"
-        if name in words and value is not words[name][0] and not (isinstance(value, str) and value in words[name]):
+        is_word = isinstance(value, str) and value in words.get(name, ())
+        if name in words and not (is_word or (value is None and type(None) in get_args(kinds[name]))):
             what = f"{function.__name__} was given {value!r:.80} as {name}"
-            raise UsageError(what, f"It has to be {' or '.join(map(repr, words[name][1:]))}.")
+            raise UsageError(what, f"It has to be {' or '.join(map(repr, words[name]))}.")
         if name in accepted and not isinstance(value, tuple(kind for kind, _ in accepted[name])):
             raise UsageError(problem, f"It has to be {' or '.join(text for _, text in accepted[name] if text)}.")
-        if name in by_name and isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
-            raise UsageError(problem, "Its keys have to be strings.")
         for item in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(item, os.PathLike) and not isinstance(_fspath_of(item), str):
+            if isinstance(item, os.PathLike) and not isinstance(item.__fspath__(), str):
                 raise UsageError(f"{problem}, whose path is not a string", "Give a string, or a path that is one.")
+        kind, word = items.get(name, (object, ""))
+        if isinstance(value, Iterable) and not isinstance(value, (kind, os.PathLike)):
+            part = "keys" if isinstance(value, Mapping) else "items"
+            each = value if part == "keys" else value.tolist() if hasattr(value, "tolist") else list(value)
+            if not (isinstance(each, Iterable) and all(isinstance(item, kind) for item in each)):
+                raise UsageError(problem, f"Its {part} have to be {word}.")
+            return each
+        return value.item() if isinstance(value, Real) and hasattr(value, "item") else value  # numpy's
 
-    return check
-
-
-def _fspath_of(path: os.PathLike[Any]) -> Any:
-    try:
-        return os.fspath(path)
-    except TypeError:  # it returns neither text nor bytes
-        return None
+    return taken
 
 
 def several(texts: str | Iterable[str], pair: str = "") -> list[str]:

@@ -19,6 +19,7 @@ STUB = Path(ckptool.__file__).with_suffix(".pyi")
 HEAD = '''"""ckptool: open any PyTorch checkpoint without running its code. Written by `python -m docs.stub`."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from io import BufferedIOBase
 from os import PathLike
 from typing import IO, Any, Literal, Optional, Union, overload
 
@@ -29,8 +30,9 @@ from ckptool.checkpoint.jobs import Executor
 from ckptool.verbs._save import Save, SaveInPlace, SavePart, Written
 '''
 PATH, MEMORY = "str | PathLike[str]", "Mapping[Any, Any] | Module"
-FILE, PATHS = f"{PATH} | IO[bytes]", "list[Any] | tuple[Any, ...] | Iterator[Any]"
-LIKE = re.compile(r"Union\[str, PathLike\[str\], IO\[bytes\], Mapping\[Any, Any\], Checkpoint, Module(, NoneType)?\]")
+FILE, PATHS = f"{PATH} | IO[bytes] | BufferedIOBase", f"list[Any] | tuple[Any, ...] | Iterator[{PATH}]"
+_LIKE = "Union[str, PathLike[str], IO[bytes], BufferedIOBase, Mapping[Any, Any], Checkpoint, Module"
+LIKE = re.compile(rf"{re.escape(_LIKE)}(, NoneType)?\]")
 SEVERAL = f"jobs: int | str | Executor = ..., folder: {PATH} | None = ..., skip_refused: bool = ..., **options: Any"
 OF_SEVERAL = ("average", "bundle", "lora")  # of several inputs: the kind of the first does not tell that of the result
 
@@ -82,11 +84,15 @@ def signatures(name: str) -> Iterator[str]:
     if is_alone:
         yield line("Checkpoint", {first: "Checkpoint", into: "None"})
         yield line("dict[Any, Any]", {first: MEMORY, into: "None"})
-    if takes_several:
-        yield signature(f"{first}: {PATHS}, *, {SEVERAL}", f"list[{report} | Any]")
-    if depends or takes_several:  # an output's place may have a dtype or a device
-        result = "Any" if Any in kinds and into else " | ".join(map(text_of, kinds))
-        yield line(result, {into: "object"} if function in ("cast", "remap") else {})
+    of_several = signature(f"{first}: {PATHS}, *, {SEVERAL}", f"list[{report} | Any]")
+    if depends:
+        yield from [of_several] * takes_several
+        yield line("Any", {into: "object"} if function in ("cast", "remap") else {})  # a dtype or a device
+    elif takes_several:  # an open file is an iterator, too
+        if function == "doctor":
+            yield line(report, {"fix": "Literal[False]"})
+        yield line("Any" if Any in kinds and into else " | ".join(map(text_of, kinds)), {})
+        yield of_several
 
 
 def stub() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.formats import FORMATS, Format
+from ckptool.formats import FORMATS, PROGRAMS, Format
 from tests.support.cli import Run
 from tests.support.engine_cases import check_case, committed_cases, judged_layouts, scripts
 from tests.support.hostile_folders import Mutation, folder_mutations, problems_with
@@ -24,7 +24,7 @@ def test_a_folder_is_one_checkpoint_with_the_values_of_its_engine(case: Path, tm
 def test_what_is_never_a_file_is_known_as_a_folder() -> None:
     never = Format("", "")
     no_file = [each for each in FORMATS if (each.begins, each.endings) == (never.begins, never.endings)]
-    assert [each.name for each in no_file if not each.is_folder] == ["torchscript"]  # a zip as torch writes them
+    assert [each.name for each in no_file if not each.is_folder] == [*PROGRAMS]  # zips as torch writes them
 
 
 def test_the_folders_are_small() -> None:

@@ -190,6 +190,31 @@ def test_every_report_is_told_in_every_form(kind: type) -> None:
     assert kind.told is not Report.told and facts_of(kind) and schema_of(kind)
 
 
+def unnamed(value: Any, json: Any) -> set[str]:
+    """The keys in JSON of an object, and of those in it, that are none of its attributes."""
+    if isinstance(json, list) and isinstance(value, (list, tuple)):
+        return set().union(*map(unnamed, value, json))
+    if not isinstance(json, dict) or isinstance(value, dict):
+        return set()
+    keys = {f"{type(value).__name__}.{key}" for key in json if not hasattr(value, key)}
+    return keys.union(*(unnamed(getattr(value, key, None), each) for key, each in json.items()))
+
+
+def test_what_is_in_json_are_attributes(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    tree = {"sd": model.state_dict(), "odd": torch.eye(2).to_sparse(), "epoch": 3, "tags": ["a", {"b": 1}]}
+    file = saved(tree, tmp_path / "a.pt")
+    answers: list[Report] = [
+        ckptool.inspect(file, stats=True), ckptool.show(file, at="sd/0.weight"), ckptool.show(file, at="tags"),
+        ckptool.diff(file, {**tree, "epoch": 4, "new": torch.ones(1)}), ckptool.diff(f"{file}#sd", tree["sd"]),
+        ckptool.verify(f"{file}#sd", digest=True, finite=True), ckptool.doctor(file), ckptool.scan(tmp_path),
+        ckptool.spec(model), ckptool.warm_start(f"{file}#sd", torch.nn.Linear(2, 2)), ckptool.layouts("vit-timm"),
+        ckptool.cast(file, tmp_path / "b.pt", dtype="bf16"), ckptool.find_rules(tree["sd"], model),
+    ]  # fmt: skip
+    for answer in answers:
+        assert not unnamed(answer, {key: each for key, each in answer.to_dict().items() if key != "schema"})
+
+
 def test_what_is_imported_by_its_name_is_there() -> None:
     sources = "".join(path.read_text() for path in Path(ckptool.__file__).parent.rglob("*.py"))
     named = set(re.findall(r'import_module\("(ckptool\.[\w.]+)"\)\.(\w+)', sources))

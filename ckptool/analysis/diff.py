@@ -9,7 +9,7 @@ from math import inf
 from typing import Annotated, Any, TypeVar
 
 from ckptool.analysis import differences
-from ckptool.analysis.differences import Comparer, Difference, PartChange, Tie, Unpaired, is_integer, is_tensor
+from ckptool.analysis.differences import ARRAYS, Comparer, Difference, PartChange, Tie, Unpaired, is_integer, is_tensor
 from ckptool.analysis.values import ValueDifference, change_of
 from ckptool.analysis.words import entry_text, grouped, type_name
 from ckptool.checkpoint import Checkpoint
@@ -336,8 +336,10 @@ def diff(
     of_ranks = any(container.is_folder and not container.writable for container in containers)
     pickled = not (left.tensors_only or right.tensors_only or of_ranks)
     skipped = {*ignore} if pickled else {*ignore, *_ONLY_IN_PICKLES}
+    if not pickled or any(side.memory is not None and side.memory.arrays_as_tensors for side in (left, right)):
+        skipped.add(ARRAYS)
     lenient = not strict and "metadata" not in skipped
-    comparer = Comparer(skipped, pickled, atol, rtol, statistics, identity=identity, notes_metadata=lenient)
+    comparer = Comparer(skipped, atol, rtol, statistics, identity=identity, notes_metadata=lenient)
     pairs = [((), left.tree, right.tree)]
     if only:
         pairs = comparer.chosen(*differences.topmost((left.tree, right.tree), only, "prefix" in ignore))
@@ -347,7 +349,8 @@ def diff(
     compares_ties = pickled and not ("ties" in skipped or only)
     tied = tuple(differences.ties(left.tree, right.tree, "prefix" in skipped)) if compares_ties else ()
     order = () if "order" in skipped or not pickled else tuple(comparer.order)
-    not_compared = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES, *["arrays"] * comparer.mixed)
+    not_compared: tuple[str, ...] = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES)
+    not_compared += (ARRAYS,) * (comparer.mixed and ARRAYS in skipped)
     changed = (change.values.changed for change in comparer.changed if change.values is not None)
     return Diff(
         left=str(left.source or "the left one"),

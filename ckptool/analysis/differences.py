@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from ckptool.analysis.values import ValueDifference, change_of, compare_values
 from ckptool.analysis.words import PathFact, type_name
 from ckptool.checkpoint import Composite, Data, InlineBytes, StorageRef, Tensor, TensorEntry
-from ckptool.checkpoint.compare import same_bytes
+from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.graph import SCALARS, alike
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, Set, canonical
@@ -30,7 +30,7 @@ from ckptool.pickles.encode import in_python_3
 from ckptool.pickles.plain import expand, summary, to_json
 
 Chosen = dict[Any, tuple[Path, Any]]
-ARRAY = "numpy array"
+ARRAY, ARRAYS = "numpy array", "arrays"
 Aspects = dict[str, tuple[Any, Any]]
 _Outcome = tuple[Aspects, ValueDifference | None, Tensor, Tensor]
 _Pair = tuple[Path, Any, Any]
@@ -168,13 +168,12 @@ def whole_number(entry: TensorEntry) -> int | None:
 @dataclass(eq=False)
 class Comparer:
     """The comparison of two trees, as far as it has come: its differences, and how many tensors are the same.
-    skipped: aspects that do not count.  pickled: both containers tell numpy arrays from tensors.  identity: what is
+    skipped: aspects that do not count; `arrays` where one side cannot tell numpy's from tensors.  identity: what is
     shared in only one of them counts, too.  notes_metadata: it is looked at and does not count.
-    mixed: an array stood for a tensor, where a container cannot tell them apart.  close: bytes that differ were called
-    the same.  layers: see `PartChange`, by part.  compared: the outcomes for pairs of tensors, by their ids."""
+    mixed: an array stood for a tensor.  close: bytes that differ were called the same.
+    layers: see `PartChange`, by part.  compared: the outcomes for pairs of tensors, by their ids."""
 
     skipped: Collection[str]
-    pickled: bool
     atol: float = 0.0
     rtol: float = 0.0
     statistics: bool = True
@@ -223,7 +222,7 @@ class Comparer:
         if arrays and arrays[0] is not None and arrays[1] is not None:
             kind_a, kind_b = (ARRAY if isinstance(node, Object) else "tensor" for node in (a, b))
             self.mixed |= kind_a != kind_b
-            kinds: Aspects = {"kind": (kind_a, kind_b)} if kind_a != kind_b and self.pickled else {}
+            kinds: Aspects = {"kind": (kind_a, kind_b)} if kind_a != kind_b and ARRAYS not in self.skipped else {}
             self._tensors(path, arrays[0], arrays[1], "tensor" in (kind_a, kind_b), kinds)
         elif is_tensor(a) and is_tensor(b):
             self._tensors(path, a, b)
@@ -346,7 +345,7 @@ class Comparer:
                     self.close |= values.within_tolerance
                     is_same = values.within_tolerance and not exact
         elif isinstance(a, Composite) and isinstance(b, Composite):
-            inner = Comparer({*self.skipped, "order", "device"}, self.pickled, self.atol, self.rtol, self.statistics)
+            inner = Comparer({*self.skipped, "order", "device"}, self.atol, self.rtol, self.statistics)
             is_same = inner.compare([((), a.made, b.made)])
             self.close |= inner.close
         else:

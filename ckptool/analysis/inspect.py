@@ -48,6 +48,10 @@ _ROW = words.fields({"path": words.PATH, **words.TENSOR}, {**words.TENSOR_ALSO, 
 _ENTRY = words.fields({"path": words.PATH, "type": words.TEXT, "value": words.VALUE}, {"same_as": words.PATH})
 
 
+def _of_tensor(name: str) -> Any:
+    return property(lambda row: getattr(row.tensor, name, None))
+
+
 # Rows are not frozen, though nobody assigns to them: there is one for each tensor, and making a frozen object takes
 # four times as long.
 
@@ -65,6 +69,11 @@ class TensorRow:
     def address(self) -> str:
         return address(self.path)
 
+    # As JSON has them; None where a tensor has no such thing.
+    dtype, shape, stride, offset, kind, location, nbytes = map(
+        _of_tensor, ("dtype", "shape", "stride", "offset", "kind", "location", "nbytes")
+    )
+
 
 @facts.dataclass(slots=True, eq=False)
 class EntryRow:
@@ -79,6 +88,8 @@ class EntryRow:
     @property
     def address(self) -> str:
         return address(self.path)
+
+    type = property(lambda row: type_name(row.value))
 
     @property
     def text(self) -> str:
@@ -273,8 +284,7 @@ def listing(checkpoint: Checkpoint, at: str = "") -> Listing:
     """The contents of a checkpoint, or of the part at an address. Reads no tensor data."""
     base, tree = find(checkpoint.tree, at)
     rows, entries = list[TensorRow](), list[EntryRow]()
-    numbers: dict[int, int] = {}
-    sizes: dict[int, int] = {}
+    numbers, sizes = dict[int, int](), dict[int, int]()
     places: dict[int, Path] = {}  # of containers, the first of each
     repeat: Path | None = None
     said: Path | None = None  # of an object whose line says all that is in it
@@ -462,7 +472,8 @@ def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
         names = {how: sorted(name for kind, name in unknown if kind == how) for how in _WOULD}
         would = [f"{_WOULD[how]} {listed(group)}" for how, group in names.items() if group]
         where = f"first at {next(iter(unknown.values())) or 'the top'}"
-        yield Note("unsafe-global", f"loading it with pickle would {listed(would)} ({where}); ckptool does not")
+        how = "loading it" if checkpoint.extras else "loading it with pickle"  # a program has loaders of its own
+        yield Note("unsafe-global", f"{how} would {listed(would)} ({where}); ckptool does not")
     if unread := unjudged(checkpoint):
         shown = listed(unread, 4)
         what = counted(len(unread), "file begins like a pickle", "files begin like pickles")

@@ -43,9 +43,8 @@ MANY = 40  # files of a table below which those that are not good are named agai
 
 # What people call checkpoints. Pickles of other names in a folder are judged, and shown if they would run something;
 # other files are counted.
-SUFFIXES = frozenset(
-    ".pt .pth .ckpt .bin .safetensors .sft .tar .pkl .pickle .model .th .npz .npy .jit .ptl .pts .t7 .weights".split()
-)
+_NAMES = "pt pth pt2 ckpt bin safetensors sft tar pkl pickle model th npz npy jit ptl pts t7 weights"
+SUFFIXES = frozenset(f".{name}" for name in _NAMES.split())
 ARCHIVES = (".zip", ".nemo")
 OTHERS = (".bin", ".model")  # tokenizers and weights of other programs, too
 # Files that belong to a run and are no checkpoints, whatever their suffix.
@@ -139,13 +138,12 @@ class ScannedFile:
         return tuple(map(red, cells)) if self.is_wrong else cells
 
     def told(self) -> Told:
-        """What loading it with pickle would do."""
+        """What loading it would do."""
         kind = f"{self.container}, {self.part.label}" if self.part else self.container
         recovered = [yellow(self.problem), "; "] if self.state == marks.RECOVERED_NOTE else []
         head = (bold(self.path), f" ({kind}): ", *recovered)
-        if not self.calls and "torchscript" in self.notes:
-            runs = ", which runs when the model is called; loading it only makes the model"
-            yield *head, yellow("it holds a program"), runs
+        if (is_program := formats.named(self.container).is_program) and not self.calls:
+            yield *head, yellow("it holds a program"), ", which runs when the model is called, not when it is loaded"
         elif not self.calls:
             refused = f"torch.load refuses it by default (weights_only=True): see  {command('inspect', self.path)}"
             only = refused if WEIGHTS_ONLY in self.notes else "functions of torch and plain data only"
@@ -154,7 +152,8 @@ class ScannedFile:
             needs = ", which pickle imports and creates on loading; ckptool runs none of it"
             yield *head, yellow("it needs classes of its own"), needs
         else:
-            yield *head, red("loading it with pickle would call unknown code"), "; ckptool runs none of it"
+            what = f"loading it {'' if is_program else 'with pickle '}would call unknown code"
+            yield *head, red(what), "; ckptool runs none of it"
         rows = []
         for call in self.calls:
             times = f" ({counted(call.count, 'time')})" if call.count > len(call.places) else ""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import fold
-from ckptool.checkpoint.compare import same_bytes
+from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import Array, dot, has_numbers, numbers, scratch, total
 from ckptool.checkpoint.strided import in_storage_order, storage_axes, without_repeats
 from ckptool.errors import UsageError
@@ -203,7 +203,8 @@ class _Sketch:
         if not self.tops:
             return TensorPicture(counts, count, tuple(quantiles), ())
         with numpy.errstate(all="ignore"):
-            means = self.sums / (_block_areas([*self.tops, self.rows], [*self.lefts, self.row]) - self.missing)
+            areas = numpy.outer(numpy.diff([*self.tops, self.rows]), numpy.diff([*self.lefts, self.row]))
+            means = self.sums / (areas - self.missing)
         rows = tuple(tuple(mean if isfinite(mean) else None for mean in row) for row in means.tolist())
         return TensorPicture(counts, count, tuple(quantiles), rows)
 
@@ -228,12 +229,6 @@ def _block_sums(values: Array, tops: list[int], lefts: list[int]) -> Array:
     if len(tops) <= len(lines):  # by far the most additions: along the rows, which is quick
         lines = numpy.array([numpy.add.reduce(lines[start:stop], axis=0) for start, stop in pairwise(tops)])
     return numpy.add.reduceat(lines, lefts[:-1], axis=1)
-
-
-def _block_areas(tops: list[int], lefts: list[int]) -> Array:
-    import numpy
-
-    return numpy.outer(numpy.diff(tops), numpy.diff(lefts))
 
 
 @dataclass(frozen=True, slots=True)

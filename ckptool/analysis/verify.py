@@ -230,7 +230,8 @@ def verified(
         return _damaged_report(input, error), None
     source = checkpoint.source if isinstance(input, Checkpoint) else input
     part = checkpoint if at is None else part_of(checkpoint, at)
-    report = _verify_data(source, part, jobs)
+    with unchanged(source):
+        report = _verify_data(source, part, jobs)
     if isinstance(source, Folder) and not part.base:
         notes = (*use_notes(checkpoint), *checkpoint.notes)
         said = (note for note in notes if note.code in ("unsafe-global", "not-judged", "not-read"))
@@ -417,8 +418,8 @@ def header_damage(checkpoint: Checkpoint) -> tuple[CkptoolError, bool] | None:
 
 def refuse_damaged(checkpoint: Checkpoint) -> None:
     """Raises `Corrupt`, naming the tensors, where a file does not match the checksums that are stored in it."""
-    archive = archive_of(checkpoint)
     with unchanged(checkpoint.source):
+        archive = archive_of(checkpoint)
         problems = check_archive(archive, checkpoint.tree) if archive else check_storages(checkpoint.tree)[0]
     if not problems:
         return

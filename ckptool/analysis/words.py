@@ -75,15 +75,14 @@ def tensor_json(tensor: Tensor, storage: int | None = None) -> Json:
     fact: Json = {
         "dtype": tensor.dtype.name if tensor.dtype else None,
         "shape": None if tensor.shape is None else list(tensor.shape),
-        "stride": None,
-        "offset": None,
+        "stride": list(tensor.stride) if isinstance(tensor, TensorEntry) else None,
+        "offset": tensor.offset if isinstance(tensor, TensorEntry) else None,
         "location": tensor.location,
         "storage": storage,
         "nbytes": tensor.nbytes,
     }
     if not isinstance(tensor, TensorEntry):
         return fact | {"kind": tensor.kind}
-    fact["stride"], fact["offset"] = list(tensor.stride), tensor.offset
     fact |= {name: True for name, value in tensor.flags._asdict().items() if value} if any(tensor.flags) else {}
     return fact
 

@@ -17,8 +17,8 @@ import torch
 from ckptool.bridge import tensors
 from ckptool.bridge.tensors import TENSOR_CLASSES, Storages, layout_of, torch_dtype, untyped
 from ckptool.checkpoint import Checkpoint, Composite, Storage, StorageRef, TensorEntry
-from ckptool.checkpoint.blocks import check_files, verify
-from ckptool.checkpoint.files import Source
+from ckptool.checkpoint.blocks import files_of, verify
+from ckptool.checkpoint.files import Source, unchanged
 from ckptool.checkpoint.graph import COPY, FillLater, FromParts, GraphMapper, Of, copy_list, copy_tuple
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set, brief, canonical
 from ckptool.checkpoint.numpy_arrays import Array, ArrayType, array, array_type
@@ -38,16 +38,14 @@ def to_torch(entry: TensorEntry | Composite, device: Any = "cpu") -> torch.Tenso
     For a plain entry only the part of the storage that it spans is read. Raises `UnsafeObject` for a subclass that is
     not torch's own.
     """
-    original = entry
-    if isinstance(entry, TensorEntry):
-        verify(entry)
-        start, stop = entry.span()
-        part = Storage(subrange(entry.storage.data, start, stop - start), entry.location)
-        entry = TensorEntry(part, entry.dtype, entry.shape, entry.stride, 0, entry.flags)
-    tensor: torch.Tensor = Builder(Checkpoint(entry, ""), Storages(device, map_files=False)).build()
-    if isinstance(original, TensorEntry):
-        check_files(original)
-    return tensor
+    with unchanged(*(files_of(entry) if isinstance(entry, TensorEntry) else ())):
+        if isinstance(entry, TensorEntry):
+            verify(entry)
+            start, stop = entry.span()
+            part = Storage(subrange(entry.storage.data, start, stop - start), entry.location)
+            entry = TensorEntry(part, entry.dtype, entry.shape, entry.stride, 0, entry.flags)
+        tensor: torch.Tensor = Builder(Checkpoint(entry, ""), Storages(device, map_files=False)).build()
+        return tensor
 
 
 def build(
@@ -66,7 +64,8 @@ def build(
     storages = Storages(map_location, map_files=mmap)
     if (result := load_plain(checkpoint, storages.device)) is not None:
         return result
-    return Builder(checkpoint, storages, text).build()
+    with unchanged(checkpoint.source):
+        return Builder(checkpoint, storages, text).build()
 
 
 class Builder:

@@ -15,12 +15,12 @@ from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.files import Input, Source
+from ckptool.checkpoint.files import Input, Source, unchanged
 from ckptool.checkpoint.graph import read_only, visit
 from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.progress import passes
 from ckptool.checkpoint.protocols import ArrayLike
-from ckptool.errors import Ambiguous, BadTensor, UsageError, printable
+from ckptool.errors import Ambiguous, BadTensor, CkptoolError, UsageError, printable
 from ckptool.facts import LIVE, dataclass, replace
 from ckptool.facts import Note as Note
 
@@ -61,13 +61,16 @@ class FileRange:
     confirm: Callable[[], None] | None = None
 
     def ready(self) -> None:
-        """Raises `Corrupt` or `Ambiguous` if the bytes are not what the directory says."""
+        """Raises `Corrupt` or `Ambiguous` if the bytes are not those of the directory, `FileChanged` if that is why."""
         if self.confirm is not None:
-            self.confirm()
+            try:
+                self.confirm()
+            except CkptoolError:
+                self.file.file.check_unchanged()  # else the directory is that of other bytes
+                raise
 
     def read(self, offset: int, length: int) -> bytes:
-        if self.confirm is not None:
-            self.confirm()
+        self.ready()
         if passes:
             passes[-1].counted += length
         return self.file.read(self.offset + offset, min(length, self.length - offset))
@@ -253,13 +256,12 @@ class TensorEntry(ArrayLike):
 
         Raises `Corrupt` where they do not match the checksum that the container has for them, as `numpy` does.
         """
-        from ckptool.checkpoint.blocks import check_files, verify
+        from ckptool.checkpoint.blocks import files_of, verify
 
-        verify(self)
-        data = self.row_major()
-        values = data.read(0, data.length)
-        check_files(self)
-        return values
+        with unchanged(*files_of(self)):
+            verify(self)
+            data = self.row_major()
+            return data.read(0, data.length)
 
     def row_major(self) -> Data:
         """The stored values in row-major order, not read yet."""
@@ -538,6 +540,10 @@ class Checkpoint:
     def __repr__(self) -> str:
         where = f" {self.source}" if self.source else ""
         return f"<checkpoint{where} ({self.container})>"
+
+    def _ipython_key_completions_(self) -> list[Any]:
+        """What TAB offers after `ckpt["`: the names at the top, and the addresses of tensors."""
+        return [*dict.fromkeys((*self, *self.tensors()))] if isinstance(self._top(), dict) else []
 
     def _repr_html_(self) -> str:
         html: str = import_module("ckptool.render.html").checkpoint_html(self)

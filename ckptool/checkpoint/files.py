@@ -265,10 +265,10 @@ class Source:
 
 
 def file_changed(path: str) -> FileChanged:
-    """The error for a file that somebody else changed while it was read."""
+    """The error for a file that somebody else changed since it was opened."""
     why = "Another process wrote to it or truncated it; nothing was written."
-    fix = "Run the command again when that process is done."
-    return FileChanged(f"{path} changed while it was being read", why, fix)
+    fix = "Run the command, or open it, again when that process is done."
+    return FileChanged(f"{path} changed since it was opened", why, fix)
 
 
 def is_a_folder(source: Source) -> NotACheckpoint:

@@ -14,8 +14,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptool.checkpoint import Computed, Data, FileRange, InlineBytes, TensorEntry, row_major_strides
-from ckptool.checkpoint.blocks import check_files, fill, verify
+from ckptool.checkpoint.blocks import files_of, fill, verify
 from ckptool.checkpoint.dtypes import aligned, packed, resolve, scratch
+from ckptool.checkpoint.files import unchanged
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import arg
 from ckptool.errors import BadTensor, LimitExceeded
@@ -112,8 +113,6 @@ def to_numpy(entry: TensorEntry, *, check: bool = True) -> numpy.ndarray[tuple[i
 
     if entry.dtype.numpy is None or len(entry.shape) > 64:
         raise packed(entry.dtype)
-    if check:
-        verify(entry)
     try:
         array = numpy.empty(entry.shape, entry.dtype.to_numpy())
     except (MemoryError, ValueError) as error:
@@ -121,8 +120,10 @@ def to_numpy(entry: TensorEntry, *, check: bool = True) -> numpy.ndarray[tuple[i
         what = f"{entry!r} needs {nbytes:,} bytes of memory"
         raise LimitExceeded(what, "That is more than is available.", f"Look at a part: {arg(slice='0:4')}.") from error
     raw = array.reshape(-1).view(numpy.uint8)
-    fill(row_major(entry), 0, raw.data)
-    check_files(entry)
+    with unchanged(*files_of(entry)):
+        if check:
+            verify(entry)
+        fill(row_major(entry), 0, raw.data)
     resolve(raw, entry.dtype, entry.flags)
     return array
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
+from io import BufferedIOBase
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
 from ckptool.checkpoint import Checkpoint, FileRange, Note, PartKind, PartOf
@@ -33,7 +34,8 @@ else:
     Module = type("Module", (), {})  # the signatures of verbs are read where torch is not installed
 
 PathLike = str | os.PathLike[str]
-CheckpointLike: TypeAlias = PathLike | IO[bytes] | Mapping[Any, Any] | Checkpoint | Module
+OpenFile = IO[bytes] | BufferedIOBase  # gzip's and the like are only this to type checkers
+CheckpointLike: TypeAlias = PathLike | OpenFile | Mapping[Any, Any] | Checkpoint | Module
 """A path or `FILE#ADDRESS`, an open binary file, a dictionary of tensors or arrays, a checkpoint, a module."""
 
 
@@ -108,7 +110,7 @@ _LEGACY = rb".*(?:l\xfc\x9cF\xf9 j\xa8P\x19|119547037146038801333356L|\xe9\x03\.
 _ARCHIVE = rb"PK\x03\x04(?!.{26}[^/\0]{1,200}/data\.pkl)|.{257}ustar"
 _WEIGHTS = r"-of-\d|\.index\.|^(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_|consolidated)"
 _ZERO = r"_states\.pt$|^latest|^global_step\d|^zero_to_fp32\.py$|^zero$"
-_TORCH = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".tar", ".pkl", ".model", ".th")
+_TORCH = (".pt", ".pth", ".ckpt", ".bin", ".tar", ".pkl", ".model", ".th")
 
 # Asked in this order: the table of a dcp folder is a pickle, and its files begin as zips.
 FORMATS: tuple[Format, ...] = (
@@ -129,7 +131,9 @@ FORMATS: tuple[Format, ...] = (
     Format("npz", "npz", _NPZ, suffixes=(".npz",), writable=True, tensors_only=True, keeps_ties=False,
            pickled=True),
     Format("archive", "archives", _ARCHIVE, pickled=True, disguise=b""),
-    Format("torchscript", "torchscript", is_program=True),  # found by torch-zip, among the names in the file
+    Format("torchscript", "torchscript", is_program=True),  # these are found by torch-zip, among the names in the file
+    Format("torch-export", "torch_export", is_program=True),
+    Format("torch-package", "torch_package", is_program=True),
     Format("torch-zip", "torch_zip", b"|".join(ZIP), suffixes=_TORCH, writable=True, appendable=True, keeps_tree=True,
            own_metadata=True, recoverable=True, pickled=True),
     Format("safetensors", "safetensors", _SAFETENSORS, suffixes=(".safetensors", ".sft"), writable=True,
@@ -140,6 +144,7 @@ FORMATS: tuple[Format, ...] = (
     Format("pickle", "pickle_file", rb"[\x80\]}()cNIJKLMFGSTUVXBC\x88-\x8e\x95\x96]", pickled=True),
 )  # fmt: skip
 WRITERS = tuple(container for container in FORMATS if container.writable)
+PROGRAMS = tuple(container.name for container in FORMATS if container.is_program)
 SUFFIXES = {suffix: container for container in WRITERS for suffix in container.suffixes}
 _NAMES = {container.name: container for container in FORMATS}
 
@@ -244,8 +249,8 @@ def for_output(path: str | os.PathLike[str], default: str) -> Format:
 
 _WRITABLE = f"Writable containers: {listed([container.name for container in WRITERS], 9)}."
 NOT_WRITTEN = frozenset(
-    ".onnx .gguf .ggml .h5 .hdf5 .keras .tflite .pb .engine .trt .plan .mlmodel .npy .msgpack .json .yaml .txt .csv"
-    " .zip .nemo .gz .distcp".split()
+    ".pt2 .onnx .gguf .ggml .h5 .hdf5 .keras .tflite .pb .engine .trt .plan .mlmodel .npy .msgpack .json .yaml .txt"
+    " .csv .zip .nemo .gz .distcp".split()
 )
 # What a suffix looks like: `.foo`, and not the end of `Llama-3.1-8B` or `epoch=3-loss=0.25`.
 _SUFFIX = r"\.[a-z][a-z0-9_]{0,11}"
@@ -263,7 +268,7 @@ def refuse_name(
     """
     name = os.fspath(path)
     suffix = os.path.splitext(name)[1].lower()
-    torch = written.name == DEFAULT and (not original or original.startswith("torch-"))
+    torch = written.name == DEFAULT and (not original or original.startswith("torch-")) and original not in PROGRAMS
     is_kept = suffix == os.path.splitext(source)[1].lower() and (torch or original == written.name)
     if not (asked or suffix in SUFFIXES or is_kept) and re.fullmatch(_SUFFIX, suffix):
         import difflib

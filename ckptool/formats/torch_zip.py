@@ -11,7 +11,8 @@ import itertools
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Note, Storage, StorageRef
 from ckptool.checkpoint.dtypes import DType
@@ -36,6 +37,9 @@ NAME = "torch-zip"
 ALIGNMENT = 64
 MAX_ALIGNMENT, MAX_PADDING = 1 << 16, 1 << 15  # torch fails to read more
 MAX_SMALL = 1 << 16
+# Records of programs, and the formats that read them; packages may hold programs of TorchScript.
+_PROGRAMS = {"/.data/extern_modules": "torch_package", "/constants.pkl": "torchscript"}
+_PROGRAMS |= {"/archive_format": "torch_export", "serialized_exported_program.json": "torch_export"}
 _SMALL = ("byteorder", ".storage_alignment", ".format_version", "version")
 
 
@@ -52,14 +56,14 @@ class Origin:
 def read(source: Readable) -> Checkpoint:
     """The checkpoint in a torch zip. Reads the directory and the pickle, no tensor data.
 
-    A file with the constants of a program is one of TorchScript, as to torch. Raises `NotACheckpoint` for another kind
-    of zip, and what `read_archive` and `decode` raise.
+    A file with the records of a program is read by the format of those, as by torch. Raises `NotACheckpoint` for
+    another kind of zip, and what `read_archive` and `decode` raise.
     """
     archive = directory.read_archive(source)
-    if isinstance(source, Source) and any(name.endswith("/constants.pkl") for name in archive.records):
-        from ckptool.formats import torchscript
-
-        return torchscript.read(archive)
+    names = [name for name in archive.records if name.endswith(tuple(_PROGRAMS))] if isinstance(source, Source) else []
+    for mark, module in _PROGRAMS.items() if names else ():
+        if any(name.endswith(mark) for name in names):
+            return cast(Checkpoint, import_module(f"ckptool.formats.{module}").read(archive))
     return of_archive(archive)
 
 
@@ -109,7 +113,7 @@ def read_pickled(
         if name.count("/") == 1 and name.lower().endswith("/data.pkl"):
             raise Ambiguous(f"{source} has no data.pkl, but {name}", "torch reads it as one, other readers do not.")
     root = pickles[0].name.removesuffix("data.pkl") if pickles else ""
-    if not pickles or f"{root}.data/extern_modules" in records:
+    if not pickles:
         from ckptool.formats.unrecognized import other_zip
 
         raise other_zip(source, records)
@@ -138,7 +142,7 @@ def read_pickled(
         what = f"{source}: its byteorder record says {order.decode('utf-8', 'replace')!r}"
         raise Corrupt(what, "torch refuses such a file.")
     storages = RecordStorages(archive, root + "data/", order == b"big", find)
-    decoded = decoded_record(pickles[0], storages, builders)
+    decoded = decoded_record(pickles[0], storages.load, builders)
     for record in records.values():
         if not (record.is_used or source.file.far):  # another reader may be asked for it; elsewhere each is a request
             record.confirm()
@@ -150,11 +154,13 @@ def inflated_limit(stored: int) -> int:
     return min(max(4 << 20, 16 * stored), directory.MAX_INFLATED)
 
 
-def decoded_record(record: Record, storages: RecordStorages, builders: Mapping[Global, Builder] = BUILDERS) -> Decoded:
-    """The pickle in a record; raises `Ambiguous` for bytes after its end, and what `decode` raises."""
+def decoded_record(
+    record: Record, persistent: Callable[[Any], Any], builders: Mapping[Global, Builder] = BUILDERS
+) -> Decoded:
+    """The pickle in a record; persistent as for `decode`. Raises `Ambiguous` for bytes after its end, and as that."""
     source, name = record.headers.source, record.name.partition("/")[2]
     data = record.contents(inflated_limit(record.stored))
-    decoded = decode(data, storages.load, builders, name=f"{source}: {name}", file_bytes=source.size)
+    decoded = decode(data, persistent, builders, name=f"{source}: {name}", file_bytes=source.size)
     if decoded.end != len(data):
         raise Ambiguous(f"{source}: {name} has {len(data) - decoded.end:,} bytes after its end")
     return decoded

@@ -37,11 +37,11 @@ def read(archive: Archive) -> Checkpoint:
     Raises `Ambiguous` for an archive that is a plain checkpoint as well, and what `decode` raises.
     """
     source = archive.source
-    root, small, storages, decoded = read_pickled(archive, _BUILDERS, script=True)
-    if not _is_script(decoded.root) or root + "constants.pkl" not in archive.records:
+    root, small, storages, decoded = read_pickled(archive, SCRIPT_BUILDERS, script=True)
+    if not is_script(decoded.root) or root + "constants.pkl" not in archive.records:
         raise Ambiguous(f"{source} is a checkpoint that also has the records of a TorchScript program")
-    program = _Program(archive, root, storages.big_endian)
-    tree = _tree(decoded.root, program.classes())
+    program = Program(archive, root, storages.big_endian)
+    tree = module_tree(decoded.root, program.classes())
     path = source.file.path
     what = f"holds a program as well ({counted(len(program.files), 'file')} of code), which is never run; to see it"
     shown = command("show", f"{path}#code")
@@ -56,11 +56,15 @@ def read(archive: Archive) -> Checkpoint:
     archive_notes = [*archive.notes, *record_notes(archive, root, storages)]
     notes += [replace(note, fix=()) for note in archive_notes if note.code != "deflated"]
     metadata = {"class": decoded.root.name, **small}
-    discarded = (*decoded.discarded, *program.runs())
+    try:  # which loading unpickles as well
+        constants = program.unpickled("constants")
+    except CkptoolError:
+        constants = Object(Global("constants", "pkl"), ("which cannot be read",))
+    discarded = (*decoded.discarded, constants, *program.runs())
     return Checkpoint(tree, NAME, metadata, source.file, None, tuple(notes), discarded, extras=program.beside())
 
 
-def _is_script(node: Any) -> bool:
+def is_script(node: Any) -> bool:
     if type(node) is not Object or node.how != "new" or type(node.fn) is not Global:
         return False
     return node.fn.module.partition(".")[0] == "__torch__"
@@ -83,12 +87,12 @@ _HEADER = r"(?m)^class (\w+)(?:\((\w*)\))?:\n(?:  __parameters__ = \[([^\n]*)\]\
 _QUOTED = r'"([^"\n]*)"'
 
 
-def _tree(top: Object, classes: dict[Global, _ScriptClass]) -> dict[str, Any]:
+def module_tree(top: Object, classes: dict[Global, _ScriptClass]) -> dict[str, Any]:
     """`state_dict` with the names and the order that torch gives, `attributes` with everything else."""
     owners: dict[int, _ScriptClass] = {}
 
     def attributes_of(node: Any) -> dict[Any, Any] | None:
-        declared = classes.get(node.fn, _UNKNOWN) if _is_script(node) else None
+        declared = classes.get(node.fn, _UNKNOWN) if is_script(node) else None
         if declared is None or not declared.is_module or type(node.state) is not dict:
             return None  # a module that pickles itself in its own way stays an object, with the tensors in its state
         if not all(type(name) is str for name in node.state):
@@ -97,7 +101,7 @@ def _tree(top: Object, classes: dict[Global, _ScriptClass]) -> dict[str, Any]:
         return node.state
 
     def below(attributes: dict[Any, Any]) -> dict[Any, Any]:
-        return {name: value for name, value in attributes.items() if _is_script(value)}
+        return {name: value for name, value in attributes.items() if is_script(value)}
 
     names: dict[str, Any] = OrderedDict()
     other_attributes: dict[str, Any] = {}
@@ -129,13 +133,15 @@ def _typed(count: int, args: tuple[Any, ...]) -> Any:
 
 
 _TYPED = {"build_intlist": 1, "build_doublelist": 1, "build_boollist": 1, "build_tensorlist": 1, "restore_type_tag": 2}
-_BUILDERS = BUILDERS | {Global("torch.jit._pickle", name): partial(_typed, count) for name, count in _TYPED.items()}
+SCRIPT_BUILDERS = BUILDERS | {
+    Global("torch.jit._pickle", name): partial(_typed, count) for name, count in _TYPED.items()
+}
 
 
 # The program ---------------------------------------------------------------------------------------------------------
 
 
-class _Program:
+class Program:
     """The code of an archive and the rest beside its module: constants, a traced module's inputs, mobile bytecode."""
 
     def __init__(self, archive: Archive, root: str, big_endian: bool) -> None:
@@ -183,19 +189,15 @@ class _Program:
         folder = f"{self.root}{name}/"
         if not any(record.startswith(folder) for record in self.archive.records):
             folder = f"{self.root}constants/"
-        return decoded_record(self.pickles[name], RecordStorages(self.archive, folder, self.big_endian), _BUILDERS).root
+        storages = RecordStorages(self.archive, folder, self.big_endian)
+        return decoded_record(self.pickles[name], storages.load, SCRIPT_BUILDERS).root
 
     def runs(self) -> Iterator[Any]:
-        """What loading runs: the `__setstate__` of classes, unless it only packs quantized parameters; what is not
-        inert in the constants, which are unpickled as well.
+        """What loading runs: the `__setstate__` of classes, unless it only packs quantized parameters.
 
         torch calls that of any class whose object stands in a pickle, whatever the state is (import.cpp, obj_loader);
         the loader for phones takes it from the bytecode.
         """
-        try:
-            yield self.unpickled("constants")
-        except CkptoolError:
-            yield Object(Global("constants", "pkl"), ("which cannot be read",))
         texts = {name: text for name, text in self.texts(self.files).items() if _SETSTATE in text}
         is_checked = sum(map(len, texts.values())) <= _MOST_TEXT
         names, method = set[str](), f".{_SETSTATE}"

@@ -142,13 +142,6 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
 # As above, of an archive: the pattern finds one of the names of its records. Where the last two are empty: what it
 # holds, and how to unpack it.
 _ZIPS: tuple[tuple[str, type[CkptoolError], str, str, str], ...] = (
-    (r"(?:^|/)serialized_exported_program\.json$|^[^/\n]*/archive_format$", Unsupported,
-        "a program of torch.export (.pt2)", "Its tensors belong to a graph that only torch can read.",
-        "With torch: torch.save(torch.export.load(FILE).state_dict, 'weights.pt')"),
-    (r"^[^/\n]*/\.data/extern_modules$", Unsupported, "a torch.package archive",
-        "It holds source code that builds its objects; ckptool runs none of it.",
-        ("With torch, and only if you trust it: "
-            "torch.package.PackageImporter(FILE).load_pickle(PACKAGE, RESOURCE).state_dict()")),
     (r"^MAR-INF/MANIFEST\.json$", Unsupported, "a TorchServe archive (.mar)", "", ""),
     (r"(?:^|/)model\.json$", Unsupported, "a model of torch 1.0's first script format (model.json)",
         "It holds no pickle to read.", "With torch: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt')"),

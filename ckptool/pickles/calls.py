@@ -9,6 +9,7 @@ are not listed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -179,14 +180,16 @@ _MOST_SLOTS = 64  # of one class: every one of each object is looked at
 DISCARDED = "(created and discarded)"
 PROGRAM = "code"  # where a file's program is shown
 SETSTATE = ".__setstate__"
+_CODE = {"torch-export": r"torch\.export\..*", "torch-package": r"torch\.package\..*"}  # what runs, as readers name it
 
 
 def uses_of(checkpoint: Checkpoint) -> tuple[tuple[NameUse, str], ...]:
     """Everything in a checkpoint that is not inert, with the nearest address; last what loading throws away."""
     if "uses" not in checkpoint.kept:
         placed = [(use, address(use.path)) for use in uses(checkpoint.tree)]
+        code = _CODE.get(checkpoint.container, r"__torch__\..*\.__setstate__")
         for use in uses(checkpoint.discarded):
-            place = PROGRAM if use.name.startswith("__torch__.") and use.name.endswith(SETSTATE) else DISCARDED
+            place = PROGRAM if re.fullmatch(code, use.name, re.DOTALL) else DISCARDED
             placed.append((use._replace(verdict=UNKNOWN), place))
         if checkpoint.extras:
             # Making an object of a class in a TorchScript file's program runs its `__setstate__` and nothing else.

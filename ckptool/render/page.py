@@ -28,6 +28,7 @@ from ckptool.checkpoint.tree import address, tensors
 from ckptool.conventions.state_dicts import PLAIN, StateDict, bare
 from ckptool.errors import counted, printable, quoted
 from ckptool.facts import WHOLE, Table, number, size
+from ckptool.formats import PROGRAMS
 
 if TYPE_CHECKING:
     from ckptool.analysis.diff import Diff
@@ -130,7 +131,7 @@ def _verdicts(file: FileReport) -> Iterator[tuple[str, str, str, str]]:
     runs = {
         "unsafe-global": ("bad", "Yes, with pickle", "The notes name it; ckptool ran nothing."),
         "custom-class": ("warn", "It imports classes", "The notes name them."),
-        "torchscript": ("warn", "It holds a program", "It runs when the model is called."),
+        **dict.fromkeys(PROGRAMS, ("warn", "It holds a program", "It runs when the model is called.")),
     }
     nothing = ("good", "Nothing unknown", "It calls only what builds tensors and values.")
     yield ("Would it run anything?", *next((verdict for code, verdict in runs.items() if code in codes), nothing))

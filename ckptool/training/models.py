@@ -54,9 +54,9 @@ def build_model(
         return model
     from ckptool.bridge.modules import load_into
 
-    strict, on_mismatch = settings.strict, "error" if settings.strict else "skip"
+    strict, at_least = settings.strict, settings.min_loaded
     try:
-        report = load_into(model, path, strict=strict, on_mismatch=on_mismatch, min_loaded=settings.min_loaded)
+        report = load_into(model, path, strict=strict, on_mismatch="error" if strict else "skip", min_loaded=at_least)
     except (PlanRefused, UsageError) as error:  # its advice is for callers of `load_into`, who have more options
         option = f"models.{name}.strict=false" if strict else f"models.{name}.min_loaded=0"
         words = "only what fits" if strict else "however little fits"

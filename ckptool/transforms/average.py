@@ -325,8 +325,6 @@ def merge_of(method: str, files: int, arguments: Mapping[str, Any]) -> Merge:
 
     arguments: `base`, `density`, `scale`, `t`, `seed`, `ema` and `weights`, None where the user gave none.
     """
-    if method not in METHODS:
-        raise UsageError(f"unknown {arg('method')} {method!r}", f"Available: {', '.join(METHODS)}.")
     options = {name: value for name, value in arguments.items() if value is not None}
     density, t, decay = options.get("density", 0.5), options.get("t"), options.get("ema")
     densities = (density,) if isinstance(density, (int, float)) else tuple(density)

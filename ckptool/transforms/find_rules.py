@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Note, TensorEntry
 from ckptool.checkpoint.arrays import fold, resolved
-from ckptool.checkpoint.compare import same_bytes
+from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import Array
 from ckptool.checkpoint.paths import matcher
 from ckptool.commands import OUT, command

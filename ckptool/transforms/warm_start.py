@@ -47,7 +47,6 @@ from ckptool.transforms.rename import refuse_collisions
 from ckptool.transforms.resize import Resize, parse_resize, resized
 from ckptool.transforms.suggest import suggest
 
-ON_MISMATCH = ("error", "skip")
 READ_FOR_LOSSES = 256 << 20  # bytes of tensors that get a smaller dtype, in all
 
 
@@ -115,12 +114,8 @@ def plan_warm_start(
 ) -> WarmStartPlan:
     """The plan of loading the tensors of `root` into `target`. source: the name of the checkpoint.
 
-    Raises `NoMatch` for a rule or pattern that matches nothing, `Conflict` where two keys would become one,
-    `UsageError` for an unknown `on_mismatch`.
+    Raises `NoMatch` for a rule or pattern that matches nothing, `Conflict` where two keys would become one.
     """
-    if options.on_mismatch not in ON_MISMATCH:
-        what = f"unknown {arg('on_mismatch')} {options.on_mismatch!r}"
-        raise UsageError(what, f"Available: {', '.join(ON_MISMATCH)}.")
     targets, groups = target.tensors, tie_groups(target.tensors.values()).values()
     tensors = {k: v for k, v in root.node.items() if type(k) is str and isinstance(v, (TensorEntry, Composite))}
     keys = [*tensors, *extra_states(root.node, tensors)]
@@ -391,7 +386,8 @@ def _advice(report: LoadReport) -> str:
 
 
 def filled(target: Target, chosen: dict[str, Assignment], states: Mapping[str, Any]) -> OrderedDict:
-    """Every key of the target with a value: what was chosen from the checkpoint, the rest from the target itself.
+    """Every key of the target with a value: what was chosen from the checkpoint, the rest from the target itself; under
+    the names that `load_state_dict` of a wrapped model expects.
     states: extra states that are taken from the checkpoint.
 
     Raises `Conflict` naming what a target without values (a spec) cannot fill in.
@@ -435,10 +431,13 @@ def filled(target: Target, chosen: dict[str, Assignment], states: Mapping[str, A
             flags = base.flags if isinstance(base, TensorEntry) else NO_FLAGS
             tensor = tensor.with_flags(Flags(flags.requires_grad, flags.parameter, *tensor.flags.lazy))
         items[name] = same.setdefault((firsts[name], id(base)), tensor)
-    attributes = {"_metadata": target.metadata} if target.metadata is not None else None
+    wrapped, attributes = {target.wrapper + name: value for name, value in items.items()}, None
+    if target.metadata is not None:
+        versions = {f"{target.wrapper}{path}".rstrip("."): facts for path, facts in target.metadata.items()}
+        attributes = {"_metadata": versions}
 
     def on_cpu(storage: Storage) -> Storage:
         return storage if storage.location == "cpu" else replace(storage, location="cpu")
 
-    state_dict: OrderedDict = map_storages(OrderedDict(items, attributes), on_cpu)
+    state_dict: OrderedDict = map_storages(OrderedDict(wrapped, attributes), on_cpu)
     return state_dict

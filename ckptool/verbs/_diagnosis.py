@@ -19,7 +19,7 @@ from ckptool.checkpoint.tree import address
 from ckptool.commands import FILE, OUT, OUT_PT, Command, Slot, command
 from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, kinds_of, quantized_outside, wrappers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, Text, listed
-from ckptool.formats import Opened, named
+from ckptool.formats import PROGRAMS, Opened, named
 from ckptool.formats.folder import CODE as PART
 from ckptool.formats.folder import MEMBERS
 from ckptool.pickles.weights_only import weights_only
@@ -32,9 +32,8 @@ FOLDER = "folder"  # code of a finding
 UNSAFE, CUSTOM_CLASS = "unsafe-global", "custom-class"
 
 # The findings on containers that stock torch.load does not read as it reads its own.
-_CONTAINERS = {"archive": "archive", "pickle": "bare-pickle", "torchscript": "torchscript"}
-_CONTAINERS |= {"torch-legacy": "legacy-format", "torch-tar": "legacy-tar"}
-_CONTAINERS |= dict.fromkeys(("npy", "npz"), "numpy-archive")
+_CONTAINERS = {name: name for name in ("archive", *PROGRAMS)} | dict.fromkeys(("npy", "npz"), "numpy-archive")
+_CONTAINERS |= {"pickle": "bare-pickle", "torch-legacy": "legacy-format", "torch-tar": "legacy-tar"}
 
 
 class RefusedValues(NamedTuple):
@@ -169,8 +168,9 @@ def _of_container(contents: Listing, file: str, values: RefusedValues, sole: Sta
     if code is None:
         return
     reason = finding(code)
-    if container.is_program and not any(root.is_model for root in contents.roots):
-        reason = replace(reason, commands=(), advice="It has no weights: run it with torch.jit.load.")
+    if container.is_program and (models := sum(root.is_model for root in contents.roots)) != 1:
+        advice = "Name one of its sets of weights: FILE#ADDRESS." if models else "It has no weights, only its program."
+        reason = replace(reason, commands=(), advice=advice)
     elif code == "numpy-archive" and not contents.tensors:
         reason = replace(reason, commands=())
     elif code == FOLDER and sole is not None:

@@ -26,16 +26,12 @@ if TYPE_CHECKING:
 _ONE = "A checkpoint, or FILE#ADDRESS for a part of it."
 File = Annotated[CheckpointLike, argument("FILE", _ONE)]
 Files = Annotated[CheckpointLike, argument("FILE", "Checkpoints, or FILE#ADDRESS for a part of one.", each=True)]
-At = Annotated[
-    str | None,
-    option("--at ADDRESS", "Take only this part: state_dict/fc.weight. The same as FILE#ADDRESS.", rare=True),
-]
+_PART = "Take only this part: state_dict/fc.weight. The same as FILE#ADDRESS."
+At = Annotated[str | None, option("--at ADDRESS", _PART, rare=True)]
 _CHANGED = "Checkpoints. FILE#ADDRESS changes only that part, and writes the whole file."
 ChangedFiles = Annotated[CheckpointLike, argument("FILE", _CHANGED, each=True)]
-ChangedAt = Annotated[
-    str | None,
-    option("--at ADDRESS", "Change only this part, and write the whole file. The same as FILE#ADDRESS.", rare=True),
-]
+_CHANGED_PART = "Change only this part, and write the whole file. The same as FILE#ADDRESS."
+ChangedAt = Annotated[str | None, option("--at ADDRESS", _CHANGED_PART, rare=True)]
 _PAYS = "Work on N files at a time, each in its own process, or on a cluster: dask://HOST:PORT. Good for many files."
 Jobs = Annotated[jobs.Jobs, option("--jobs N", _PAYS, rare=True, parse=lambda _, text: jobs.checked_jobs(text))]
 Texts = str | Sequence[str]
@@ -46,10 +42,8 @@ AGAINST = option("--against TARGET", "The model: a checkpoint, spec, or code as 
 LIKE = option("--like DIR", "Copy an output folder's config and tokenizer from this one, of the same model.", rare=True)
 Size = str | int | None
 SHARD_SIZE = option("--shard-size SIZE", "Write a folder of shards of at most 5GB, 500MiB, … each, with an index.")
-IsPart = Annotated[
-    bool,
-    option("--part", "Accept what is only a part of a checkpoint: one rank's file, one shard of several.", rare=True),
-]
+_PARTIAL = "Accept what is only a part of a checkpoint: one rank's file, one shard of several."
+IsPart = Annotated[bool, option("--part", _PARTIAL, rare=True)]
 Bar = Annotated[Callable[[int, int], None] | None, Watched("bar")]
 
 _OUTPUT = "Where to"

@@ -23,7 +23,7 @@ from ckptool.checkpoint.graph import no_collection, visit
 from ckptool.checkpoint.nodes import Object, fields
 from ckptool.checkpoint.paths import is_url, may_exist, named_urls
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
-from ckptool.commands import FILE, NAME, OUT, OUT_SAFETENSORS, VERBS, Command, arg, command, input_of
+from ckptool.commands import FILE, NAME, OUT, OUT_SAFETENSORS, VERBS, Command, Slot, arg, command, input_of
 from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, form, listed
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, replace, size
@@ -49,6 +49,7 @@ else:
         __class_getitem__ = staticmethod(lambda options: options)
 
 
+_FOLDERS = {formats.SHARDED: arg(out=Slot("DIR"), shard_size="5GB"), formats.DCP: arg(out="model.dcp", ranks=8)}
 _OUTPUT_NEXT = ("unbundle", "lora extract", "lora convert")  # in Python their output is given without its name
 LOADED_BY_TORCH = ("torch-legacy", "torchscript")  # under any name of a torch file; other read-only containers are not
 
@@ -173,6 +174,15 @@ class Change:
     def into(self, container: str) -> Self:
         """The same change, into this container."""
         return replace(self, options={**self.options, "container": container})
+
+    def into_folder(self, name: str, option: Command) -> Self:
+        """The change into the container of the output, which has to be a folder of the kind of `name`. Raises
+        `UsageError` otherwise."""
+        container, expected = self.format(name), formats.by_name(name)
+        if not container.writes_folder or container.tensors_only != expected.tensors_only:
+            what = f"{option} writes a folder ({name}), but {self.path or ''} would be {container.name}"
+            raise UsageError(what, "Only a folder has several files.", f"For example: {_FOLDERS[name]}")
+        return self.into(container.name)
 
     def write(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import Note
@@ -21,6 +21,7 @@ from ckptool.transforms.flatten import Behind, around, left_behind, weights_alon
 from ckptool.verbs._options import At, IsPart, Out, numbers
 from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
 
+Method = Literal["mean", "slerp", "task-arithmetic", "ties", "dare"]
 Weights = Sequence[float] | None
 Numbers = float | Sequence[float] | None
 
@@ -40,7 +41,7 @@ def average(
     *,
     weights: Annotated[Weights, option("--weights W,W,…", "Weight of each file: 0.5,0.3,0.2.", parse=numbers)] = None,
     ema: Annotated[float | None, option("--ema DECAY", "An exponential moving average of the files in order.")] = None,
-    method: Annotated[str, option("--method HOW", "mean, slerp, task-arithmetic, ties or dare.")] = "mean",
+    method: Annotated[Method, option("--method HOW", "mean, slerp, task-arithmetic, ties or dare.")] = "mean",
     base: Annotated[
         CheckpointLike | None,
         option("--base FILE", "The model that task-arithmetic, ties and dare add the differences to."),

@@ -102,7 +102,7 @@ def bundle(
             parts.checkpoint = replace(original, tree=bundles.members_of(original))
             refuse_extras(original, formats.by_name(formats.DEFAULT))
     parts.checkpoint = replace(parts.checkpoint, tree=bundles.changed(parts.checkpoint.tree, several(drop), rename))
-    parts.add(members or {}, (values or {}) if change.live else checkpoint_of(values or {}).tree)
+    parts.add(members or {}, {**(values or {})} if change.live else checkpoint_of({**(values or {})}).tree)
     if not parts.checkpoint.tree or (file is not None and not (drop or rename or members or values)):
         what = "bundle was given no members" if file is None else f"bundle was given nothing to do with {shown(file)}"
         raise UsageError(what, "It puts several files into one.", _EXAMPLE)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
-from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint import Note, TensorEntry
 from ckptool.commands import arg, option, several, verb
 from ckptool.conventions.quantized import QuantizedWeight
 from ckptool.conventions.state_dicts import model_state_dicts, optimizers
@@ -102,8 +102,10 @@ def cast(
             rows.append(f"config.json beside it still names the quantization; {elsewhere}")
     if plan.tensors and any(True for _ in optimizers(part.tree)):
         rows.append("the optimizer's state keeps its dtypes")
+    infinite = sum(tally.overflowed for *_, tally in plan.tallies) if change.live else 0  # else a line says it
+    notes = [Note("non-finite", f"{counted(infinite, 'value')} became infinite or NaN")] if infinite else []
     totals = {name: getattr(plan, name) for name in ("tensors", "bytes_before", "bytes_after")}
-    return written.about(summary, *rows, dtype=target.name, **totals)
+    return written.about(summary, *rows, notes=notes, dtype=target.name, **totals)
 
 
 def _losses(plan: Cast, computed: bool) -> Iterator[str]:

@@ -15,13 +15,13 @@ from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Object, fields, same_kind
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.tree import address, module_attributes, tensors
-from ckptool.commands import ADDRESS, OUT, Command, Slot, arg, command, option, several, verb
+from ckptool.commands import ADDRESS, OUT, arg, command, option, several, verb
 from ckptool.conventions.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
 from ckptool.errors import NoMatch, Unsupported, UsageError, counted
 from ckptool.formats import DCP, SHARDED, CheckpointLike, Format, Opened, PathLike, open_whole, shown, split
 from ckptool.transforms import flatten
 from ckptool.verbs._options import LIKE, SHARD_SIZE, At, Exclude, Files, IsPart, Only, Out, Size, find_target
-from ckptool.verbs._save import Change, Row, Save, Unpack, Written, change_of
+from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
 
 Ties = Literal["record", "copy"]
 OptimizerForm = Literal["names", "ids", "flat"] | None
@@ -71,18 +71,17 @@ def convert(
     """Writes a checkpoint in the container of `out`'s suffix, or in `container`.
 
     To safetensors: one set of weights, listing what is left out; or the whole tree (`all`), which converting back
-    restores bit for bit. To `.pt`: everything, in a compact file without unused or superseded records.
-    Of a whole module that `at` names, and of TorchScript, the state dict.
-    A folder of weights gets the configuration and tokenizer of `like`, else those beside the input. `against` is any
-    model that `warm_start` takes. For input in memory and no output, returns the result; it takes `only`, `exclude`,
-    `at`, `weights_only` and `optimizer_as`.
+    restores bit for bit. To `.pt`: everything, in a compact file without unused or superseded records; of a whole
+    module that `at` names, and of a program, the state dict. A folder of weights gets the configuration and tokenizer
+    of `like`, else those beside the input. `against` is any model that `warm_start` takes. For input in memory and no
+    output, returns the result; it takes `only`, `exclude`, `at`, `weights_only` and `optimizer_as`.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     folder = isinstance(file, (str, os.PathLike)) and folder_at(split(file)[0])
     if against is not None and optimizer_as is None and not folder:
         what = f"{arg('against')} names an optimizer's parameters, or FSDP's flat parameters in a folder"
         raise UsageError(what, "There is nothing to name here.", f"For example: {arg(optimizer_as='names')}")
-    if out is not None and os.path.isdir(out) and formats.for_output(out, SHARDED).writes_folder:
+    if isinstance(out, (str, os.PathLike)) and os.path.isdir(out) and formats.for_output(out, SHARDED).writes_folder:
         out = os.path.join(out, "")  # an existing folder is written as a folder
     change = change_of("convert", out, options, file)
     only, exclude = several(only), several(exclude)
@@ -98,14 +97,12 @@ def convert(
         taken, lines, unsaved = _plain_values(taken, opened.path)
         rows += lines
     if shard_size is not None or like is not None:
-        change = _into_folder(SHARDED, change, arg("like" if shard_size is None else "shard_size"))
+        change = change.into_folder(SHARDED, arg("like" if shard_size is None else "shard_size"))
     if ranks is not None:
-        change = _into_folder(DCP, change, arg("ranks"))
+        change = change.into_folder(DCP, arg("ranks"))
     elif shard_dim is not None:
         fix = f"For example: {arg(ranks=8, shard_dim=0)}"
         raise UsageError(f"{arg('shard_dim')} was given without {arg('ranks')}", "Nothing would be sharded.", fix)
-    if change.options["container"] is None and (change.path or "").endswith("/"):
-        change = change.into(change.format(SHARDED).name)
     container = change.format(opened.checkpoint.container)
     if optimizer_as is not None:
         if container.tensors_only and not all:
@@ -199,19 +196,6 @@ def _open_input(
         return Opened(of_flat_parameters(folder, shapes, ties, ordered=ordered), at if at is not None else place, path)
 
 
-_EXAMPLES = {SHARDED: arg(out=Slot("DIR"), shard_size="5GB"), DCP: arg(out="model.dcp", ranks=8)}
-
-
-def _into_folder(name: str, change: Change, option: Command) -> Change:
-    """The change into the container of the output, which has to be a folder of the kind of `name`. Raises `UsageError`
-    otherwise."""
-    container, expected = change.format(name), formats.by_name(name)
-    if not container.writes_folder or container.tensors_only != expected.tensors_only:
-        what = f"{option} writes a folder ({name}), but {change.path or ''} would be {container.name}"
-        raise UsageError(what, "Only a folder has several files.", f"For example: {_EXAMPLES[name]}")
-    return change.into(container.name)
-
-
 def _plain_values(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], list[str]]:
     """The part with plain values only; a line for each value changed or dropped; and the addresses left behind."""
     from ckptool.pickles.weights_only import weights_only
@@ -274,7 +258,7 @@ def _to_pickle(
     flatten.refuse_packed(part, root)
     behind += flatten.around(part, root)
     if is_module or weights_only:
-        what = "a TorchScript module, without its program" if weights_only else f"a {root.detail}, without its class"
+        what = f"a {part.container}, without its code" if weights_only else f"a {root.detail}, without its class"
         summary = f"the {counted(len(keys), 'tensor')} of {what}"
     else:
         place = f" of {root.address}" if root.address else ""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ckptool.commands import option, repeated, verb
 from ckptool.conventions.state_dicts import one_state_dict
-from ckptool.errors import UsageError, counted
+from ckptool.errors import counted
 from ckptool.formats import CheckpointLike, open_whole
 from ckptool.transforms.lora.adapters import SCHEMES, convert
 from ckptool.verbs._adapters import NEW_ADAPTER, AdapterArgument, ConfigOption, open_adapter, write_adapter
@@ -15,6 +15,7 @@ from ckptool.verbs._options import Out
 from ckptool.verbs._save import Save, Unpack, Written, change_of
 
 Files = CheckpointLike | Sequence[CheckpointLike]
+Scheme = Literal["peft", "kohya", "diffusers"]
 
 
 @verb(
@@ -26,7 +27,7 @@ def lora_convert(
     adapter: AdapterArgument,
     out: Out = None,
     *,
-    to: Annotated[str, option("--to SCHEME", "The names: peft, kohya or diffusers.")],
+    to: Annotated[Scheme, option("--to SCHEME", "The names: peft, kohya or diffusers.")],
     base: Annotated[Files, repeated("--base FILE", "A base model that the adapter fits: resolves kohya's names.")] = (),
     config: ConfigOption = None,
     **options: Unpack[Save],
@@ -36,8 +37,6 @@ def lora_convert(
     Raises `Unsupported` naming what the scheme cannot hold, `NoMatch` for modules that no base has.
     """
     change = change_of("lora convert", out, options, adapter)
-    if to not in SCHEMES:
-        raise UsageError(f"unknown naming scheme {to!r}", f"Available: {', '.join(SCHEMES)}.")
     checkpoint, parsed = open_adapter(adapter, config)
     files: list[Any] = list(base) if isinstance(base, (list, tuple)) else [base]
     bases = [one_state_dict(opened.checkpoint, opened.at)[0].node for opened in map(open_whole, files)]

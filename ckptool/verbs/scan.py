@@ -36,8 +36,8 @@ def scan(
 ) -> Scan:
     """Looks at every checkpoint below a folder, or at one file, without running anything.
 
-    Files that cannot be opened are rows of the report.
-    Raises `FileProblem` where the path cannot be read, and for a single file whatever opening it raises.
+    Files that cannot be opened are rows of the report. Raises `FileProblem` where the path cannot be read, and for a
+    single file whatever opening it raises.
     """
     refuse_address("scan", path)
     return analysis.scan(path, latest_only=latest_only, full=full, jobs=jobs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ckptool.checkpoint import Note, TensorEntry
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, argument, command, option, repeated, several, verb
@@ -21,7 +21,6 @@ from ckptool.transforms.find_rules import FoundRules, proved_rules
 from ckptool.transforms.flatten import export, left_behind, siblings
 from ckptool.transforms.join_ranks import open_joined
 from ckptool.transforms.translate import TranslatedCheckpoint, translate_roots
-from ckptool.transforms.translate.apply import REST
 from ckptool.verbs._options import LIKE, SHARD_SIZE, ChangedAt, Out, Size, Texts, check_text, files_and_rules
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
 
@@ -32,6 +31,7 @@ _FILE_OR_RULE = (
     " 'OLD[, OLD] => NEW[, NEW] : OPERATION | …': transpose, split, cat, stack, … (docs/translate.md)."
 )
 Settings = Texts | dict[str, int]
+Rest = Literal["refuse", "keep", "drop"]
 
 
 def _words(
@@ -70,7 +70,7 @@ def translate(
     rules_file: Annotated[PathLike | None, option("--rules FILE.yaml|LAYOUT", "Rules, or a shipped layout.")] = None,
     set: Annotated[Settings, repeated("--set NAME=NUMBER", "Set a variable; it overrides config.json.")] = (),
     reverse: Annotated[bool, option("--reverse", "Apply the inverse rules. A layout detects its side.")] = False,
-    rest: Annotated[str, option("--rest WHAT", "Keys that no rule matches: refuse, keep or drop them.")] = "refuse",
+    rest: Annotated[Rest, option("--rest WHAT", "Keys that no rule matches: refuse, keep or drop them.")] = "refuse",
     like: Annotated[PathLike | None, LIKE] = None,
     shard_size: Annotated[Size, SHARD_SIZE] = None,
     at: ChangedAt = None,
@@ -83,8 +83,6 @@ def translate(
     Raises `NoMatch` for a rule or key without a match, `Conflict` where two tensors get one name or one is missing,
     `UsageError`, which points at the rule, where a tensor does not fit.
     """
-    if rest not in REST:
-        raise UsageError(f"unknown {arg('rest')} {rest!r}", f"Available: {', '.join(REST)}.")
     texts = several(rules)
     if rules_file is None and len(texts) == 1 and "=>" not in texts[0]:
         rules_file = texts.pop()  # the command names it with --rules, too
@@ -117,8 +115,9 @@ def translate(
     elif reverse:
         translation = translation.reversed()
     chosen, original = change.options, change.original
-    in_folder = (change.path or "").endswith("/") or shard_size is not None or like is not None
-    if in_folder and chosen["container"] is None:
+    if shard_size is not None:
+        change = change.into_folder(SHARDED, arg("shard_size"))
+    elif like is not None and chosen["container"] is None:
         change = change.into(change.format(SHARDED).name)
     container = change.format(original.container)
     shards = container.writes_folder and container.tensors_only

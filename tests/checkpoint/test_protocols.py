@@ -269,3 +269,12 @@ def test_one_entry_as_a_tensor(name: str, tmp_path: Path) -> None:
             if not tensor.is_quantized:  # their bytes beyond the span were not read: compared are values
                 made, tensor = made.clone(), tensor.clone()
             assert torch_bytes(made) == torch_bytes(tensor)
+
+
+def test_tab_in_a_notebook_completes_names_and_addresses(tmp_path: Path) -> None:
+    ipython = pytest.importorskip("IPython.core.completer")
+    file = saved({"model": {"a.w": torch.ones(1), "b": torch.ones(1)}, "mode": 3, 4: 5}, tmp_path / "a.pt")
+    completer = ipython.IPCompleter(None, namespace={"ckpt": ckptool.open(file)})
+    with ipython.provisionalcompleter():
+        found = [completion.text for completion in completer.completions('ckpt["mode', 10)]
+    assert [name.removeprefix('ckpt["') for name in found] == ["mode", "model", "model/a.w", "model/b"]

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -210,6 +211,18 @@ def test_other_file_systems_are_read_too(files: Path) -> None:
         opened["layers.3.0"].numpy()
 
 
+def test_what_only_ckptool_records_in_a_dcp_folder_is_read_too(tmp_path: Path) -> None:
+    tied, model = torch.ones(3), torch.nn.Linear(2, 2)
+    state = OrderedDict(a=tied, b=tied, c=torch.nn.Parameter(torch.ones(2)))
+    state_of = torch.optim.Adam(model.parameters()).state_dict()
+    tree = {"sd": state, "numbers": {1: torch.ones(1)}, "optim": state_of, "none": {}, "odd": torch.Size([2])}
+    ckptool.save(tree, tmp_path / "own.dcp")
+    fsspec.filesystem("memory").put(str(tmp_path / "own.dcp"), "/own.dcp", recursive=True)
+    far, near = ckptool.open("memory://own.dcp"), ckptool.open(tmp_path / "own.dcp")
+    assert_same_tree(far.tree, near.tree)
+    assert far.notes == near.notes and far["sd"]["a"].view == far["sd"]["b"].view and far["numbers"].keys() == {1}
+
+
 # What servers do wrong ------------------------------------------------------------------------------------------------
 
 ALWAYS = itertools.repeat
@@ -219,7 +232,7 @@ FAULTS: dict[str, tuple[Any, type[CkptoolError] | None, str]] = {
     "slow": (ALWAYS("wait"), FileProblem, "imeout"),
     "without ranges": (ALWAYS("ignore"), Unsupported, "does not support range requests"),
     "without ranges later": (["", "ignore"], Unsupported, "does not support range requests"),
-    "changed": (["", "change"], FileChanged, "changed while"), "denied": (["deny"], NoPermission, "403"),
+    "changed": (["", "change"], FileChanged, "changed since"), "denied": (["deny"], NoPermission, "403"),
 }  # fmt: skip
 
 

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import pytest
 import torch
-from torch import nn
 
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Truncated, Unsupported
 from ckptool.formats import read
@@ -45,11 +43,6 @@ def zipped(names: str) -> bytes:
 OID = "sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393"
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid {OID}\nsize 12345\n".encode()
 PAGES = b"<!DOCTYPE html>,<html>,  \n<HTML lang='en'>,<?xml version='1.0'?>,<Error><Code>AccessDenied".split(b",")
-NEW_EXPORT = (
-    "m/data/weights/weight_0 m/models/model.json m/data/sample_inputs/model.pt m/archive_format m/archive_version"
-    " m/byteorder m/.data/version"
-)
-OLD_EXPORT = "serialized_exported_program.json serialized_state_dict.pt serialized_constants.pt version"
 # What a file is told to be by its first bytes, and words of that.
 TOLD: list[tuple[bytes, type[CkptoolError], tuple[str, ...]]] = [
     (b"", Truncated, ("is empty (0 bytes)",)),
@@ -78,7 +71,6 @@ TOLD: list[tuple[bytes, type[CkptoolError], tuple[str, ...]]] = [
         ("photo.jpg", "zip archive"))),
     (zipped("MAR-INF/MANIFEST.json resnet.pth handler.py"), Unsupported, ("TorchServe", "resnet.pth", "unzip")),
     (zipped("m/model.json m/tensors/0 m/version"), Unsupported, ("model.json",)),
-    *((zipped(export), Unsupported, ("torch.export", ".state_dict")) for export in (NEW_EXPORT, OLD_EXPORT)),
     (b"\x80\x2a}.", Unsupported, ("unknown protocol 42",)),
     (b"\x80\x2a}x", NotACheckpoint, ("80 2a 7d",)),
 ]  # fmt: skip
@@ -98,37 +90,6 @@ def test_the_data_of_a_data_set_is_told_by_the_index_beside_it(tmp_path: Path) -
     for name, what in ("openvino_model.xml", "OpenVINO"), ("upscaler.param", "ncnn"):
         (tmp_path / name).touch()
         unreadable(written(bytes([1, 200]) * 20, (tmp_path / name).with_suffix(".bin")), OtherProgram, what)
-
-
-class Simple(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(x)  # type: ignore[no-any-return]
-
-
-@pytest.mark.soak  # six seconds, of which torch takes all
-@pytest.mark.filterwarnings("ignore")
-def test_a_torch_export_program_is_unsupported(tmp_path: Path) -> None:
-    program = torch.export.export(Simple(), (torch.ones(1, 3),))
-    torch.export.save(program, str(tmp_path / "model.pt2"))
-    unreadable(tmp_path / "model.pt2", Unsupported, "torch.export", ".state_dict")
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("script", [False, True])
-def test_a_package_of_torch_is_named_whatever_programs_are_in_it(
-    script: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.package.package_exporter._gate_torchscript_serialization", False)
-    model: nn.Module = torch.jit.script(nn.Linear(2, 2)) if script else nn.Linear(2, 2)
-    with torch.package.PackageExporter(str(tmp_path / "package.pt")) as exporter:
-        exporter.extern("torch.**")
-        exporter.save_pickle("models", "model", model)
-    with pytest.raises(Unsupported, match=r"package\.pt is a torch\.package archive"):
-        read(tmp_path / "package.pt")
 
 
 def test_random_starts_never_reach_a_traceback(tmp_path: Path) -> None:

@@ -96,6 +96,13 @@ def _zips() -> Iterator[tuple[str, bytes]]:
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), script)
     yield "torchscript", script.getvalue()
+    yield "torch-export", (Path(__file__).parents[2] / "fixtures" / "versions" / "torch-2.13-export.pt2").read_bytes()
+    package = io.BytesIO()
+    with torch.package.PackageExporter(package) as exporter:
+        exporter.extern("torch.**")
+        exporter.save_pickle("models", "model", torch.nn.Linear(2, 2))
+        exporter.save_source_string("code", "x = 1")
+    yield "torch-package", package.getvalue()
     import numpy
 
     arrays = io.BytesIO()

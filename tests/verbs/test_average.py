@@ -220,7 +220,7 @@ def test_ties_between_names_and_values_that_are_not_finite(tmp_path: Path) -> No
         ({"weights": [float("nan"), 1.0]}, "add up to nan"),
         ({"files": 1}, "at least two files"),
         ({"method": "ties"}, "method='ties' needs base"),
-        ({"method": "guess"}, "unknown method 'guess'"),
+        ({"method": "guess"}, "given 'guess' as method"),
         ({"method": "mean", "base": "0.pt"}, "does not take base"),
         ({"method": "slerp", "density": 0.5}, "does not take density"),
         ({"method": "task-arithmetic", "base": "0.pt", "seed": 1}, "does not take seed"),

@@ -51,6 +51,23 @@ def training(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def test_arrays_are_those_of_the_file_that_they_are_saved_in(tmp_path: Path) -> None:
+    given = {"a": numpy.ones((2, 3), "f4"), "b": numpy.arange(3)}
+    ckptool.save(given, tmp_path / "a.pt")
+    for pair in ((given, tmp_path / "a.pt"), (tmp_path / "a.pt", given)):
+        report = ckptool.diff(*pair)
+        assert report.same and report.not_compared == ("arrays",)
+    tensors = {name: torch.from_numpy(array) for name, array in given.items()}
+    assert not ckptool.diff(tensors, tmp_path / "a.pt").same  # both tell them apart
+
+
+@pytest.mark.parametrize("make", [torch.tensor, lambda values: numpy.array(values, "f4")])
+def test_values_that_a_cast_loses_in_memory_are_a_warning(make: Any) -> None:
+    with pytest.warns(UserWarning, match="1 value became infinite or NaN") as told:
+        assert ckptool.cast({"w": make([1e30, 1.0])}, dtype="f16")["w"][1] == 1
+    assert told[0].filename == __file__
+
+
 def weights() -> dict[str, Any]:
     """A state dict with ties, views and parameters."""
     state = wrapped().state_dict()

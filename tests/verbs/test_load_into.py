@@ -158,7 +158,7 @@ def test_demands(tmp_path: Path) -> None:
     load_refused(file, mlp(), PlanRefused, "94.22 % of the target's values", min_loaded=0.95)
     load_refused(file, mlp(), PlanRefused, "not loaded: fc1.bias", missing="fc2.*")
     load_refused(file, mlp(), UsageError, "not a share", min_loaded=95)
-    load_refused(file, mlp(), UsageError, "unknown on_mismatch .guess", on_mismatch="guess")
+    load_refused(file, mlp(), UsageError, "guess. as on_mismatch", on_mismatch="guess")
     load_refused(file, mlp(), NoMatch, "matches no key", rename="encoder.* => backbone.*")
     load_refused(file, mlp(), NoMatch, "matches no key", only="encoder.*")
     load_refused(file, mlp(), UsageError, "is not a rule", rename="encoder")

@@ -254,7 +254,7 @@ EMBEDDING = {"e.lora_embedding_A": torch.ones(2, 5), "e.lora_embedding_B": torch
         ({"head.weight": torch.ones(5)}, {}, "kohya", Unsupported, r"whole tensors \(modules_to_save\): .*head.weight"),
         (EMBEDDING, {}, "diffusers", Unsupported, "e has embeddings"),
         (halves("mha.base_layer.out_proj"), {}, "kohya", Unsupported, "mha.out_proj has a module in another"),
-        ({}, {}, "comfy", UsageError, "unknown naming scheme 'comfy'"),
+        ({}, {}, "comfy", UsageError, "given 'comfy' as to"),
         (halves("a.b") | halves("a_b"), {}, "kohya", Conflict, "two tensors would be called lora_unet_a_b"),
     ],
 )

@@ -28,7 +28,7 @@ from operator import attrgetter
 from typing import NoReturn
 
 from ckptool.checkpoint import Computed, Data, FileRange, Note
-from ckptool.checkpoint.files import Readable
+from ckptool.checkpoint.files import Readable, unchanged
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted, listed
 from ckptool.facts import dataclass, field
@@ -646,13 +646,14 @@ class _Inflated:
         if chunks is None or offset < at:
             at, rest, chunks = 0, memoryview(b""), _chunks(self.record, self.raw)
         blocks, end = [], min(offset + length, self.record.size)
-        while at < end:
-            rest = rest or memoryview(next(chunks))
-            taken = min(len(rest), end - at)
-            blocks.append(rest[max(0, offset - at) : taken])
-            at, rest = at + taken, rest[taken:]
-        if at == self.record.size:
-            next(chunks, None)  # sees to it that nothing follows
+        with unchanged(self.raw.file.file):
+            while at < end:
+                rest = rest or memoryview(next(chunks))
+                taken = min(len(rest), end - at)
+                blocks.append(rest[max(0, offset - at) : taken])
+                at, rest = at + taken, rest[taken:]
+            if at == self.record.size:
+                next(chunks, None)  # sees to it that nothing follows
         self.threads.place = at, rest, chunks
         return b"".join(blocks)
 

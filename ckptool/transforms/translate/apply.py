@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import elementwise, resolved
-from ckptool.checkpoint.compare import same_bytes
+from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import numbers
 from ckptool.checkpoint.strided import apart
 from ckptool.commands import arg
@@ -25,7 +25,6 @@ from ckptool.names.steps import Number, Overs, Scope, Step, steps_of
 from ckptool.transforms.views import UNFIT, joined, woven, zeros
 
 REFUSE, KEEP, DROP = "refuse", "keep", "drop"
-REST = (REFUSE, KEEP, DROP)
 MAX_GROWTH, LARGE = 256, 1 << 30  # padding may enlarge a tensor so many times, or to so many bytes
 
 Tensors = list[TensorEntry]
