@@ -254,6 +254,16 @@ def test_an_iteration_without_its_last_file_is_not_read_as_weights_alone(
     assert run("scan", tmp_path, "--latest-good", "-q").out.strip() == str(out)
 
 
+def test_which_of_several_iterations_was_read_is_said(iteration: Path, tmp_path: Path, run: Run) -> None:
+    shutil.copytree(iteration, tmp_path / "iter_0000030")
+    torch.save({"iteration": 30}, tmp_path / "iter_0000030" / "common.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    done = run("convert", tmp_path, "-o", tmp_path / "out.pt")
+    assert (
+        "other-tags: iter_0000020 was read" in done.out and "1 other iteration is beside it: iter_0000030" in done.out
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "file"),
     [("rank-files", "extra_state_world_size_2_rank_0.pt"), ("zero-2", "latest"), ("sharded", "model.safetensors")],

@@ -37,12 +37,12 @@ from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in, without_copies
 from ckptool.formats.layouts import zero
 from ckptool.formats.layouts.zero import StageFiles
+from ckptool.formats.marks import OTHER_TAGS
 from ckptool.formats.pieces import Joiner, Vector, agree, refuse_other
 from ckptool.formats.rank_trees import DIFFERENT, same_leaf
 
 NAME = "deepspeed"
 LATEST = ("latest", "latest_universal")
-OTHER_TAGS = "other-tags"  # of the note
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # copied beside every checkpoint
 UNIVERSAL = "zero"  # the folder that a universal one has
 MAX_TAG = 4_096  # bytes of the file `latest`
