@@ -254,6 +254,23 @@ def test_an_iteration_without_its_last_file_is_not_read_as_weights_alone(
     assert run("scan", tmp_path, "--latest-good", "-q").out.strip() == str(out)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("gathered", [True, False])
+def test_a_trainers_tag_of_another_step(stage: int, gathered: bool, tmp_path: Path, run: Run) -> None:
+    """Of DeepSpeed, beside weights that were gathered or alone."""
+    trainer(tmp_path / "checkpoint-20", NEWER)
+    zero(stage)(tmp_path / "checkpoint-20" / "global_step20", NEWER)
+    (tmp_path / "checkpoint-20" / "latest").write_text("global_step20")
+    (tmp_path / "checkpoint-20" / "optimizer.pt").unlink()
+    if not gathered:
+        (tmp_path / "checkpoint-20" / "model.safetensors").unlink()
+    assert run("verify", tmp_path / "checkpoint-20").code == 0
+    shutil.rmtree(tmp_path / "checkpoint-20" / "global_step20")
+    zero(stage)(tmp_path / "checkpoint-20" / "global_step20", OLDER)
+    done = run("verify", tmp_path / "checkpoint-20")
+    assert done.code == 1 and "trainer_state.json is of step 20, and" in done.out and "of step 10" in done.out
+
+
 def test_which_of_several_iterations_was_read_is_said(iteration: Path, tmp_path: Path, run: Run) -> None:
     shutil.copytree(iteration, tmp_path / "iter_0000030")
     torch.save({"iteration": 30}, tmp_path / "iter_0000030" / "common.pt")
