@@ -28,6 +28,7 @@ from tests.support.ranks import save_on_two_ranks
 from tests.support.sharded_folders import bins, hub
 
 NEWER, OLDER = 20, 10  # steps
+HALVES = FULL["fc.weight"].half()
 RESOURCE_FORK = b"\0\5\26\7\0\2\0\0Mac OS X        " + bytes(60)  # how `._NAME` begins
 
 # The layouts -------------------------------------------------------------------------------------------------------
@@ -354,3 +355,20 @@ def test_what_the_ranks_of_zero_hold_twice_is_compared(tmp_path: Path, run: Run)
     for stage in (1, 2, 3):
         done = run("convert", write_zero(tmp_path / f"{stage}", stage, 2, change=older), "-o", tmp_path / "out.pt")
         assert done.code == 2 and "the loss_scaler differs" in done.err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({}, "has no tensor in exp_avg.pt"),
+        ({"param": None}, "has no tensor"),
+        ({"param": HALVES}, "one is f16, the other f32"),
+    ],
+)
+def test_every_moment_of_a_universal_folder_is_there_and_of_one_type(
+    content: dict[str, Any], words: str, saved: Path, tmp_path: Path, run: Run
+) -> None:
+    folder = Path(shutil.copytree(saved / "universal" / str(NEWER), tmp_path / "global_step20_universal"))
+    torch.save(content, folder / "zero" / "fc.weight" / "exp_avg.pt")
+    done = run("convert", folder, "-o", tmp_path / "out.pt")
+    assert done.code == 2 and words in done.err, done
