@@ -161,6 +161,13 @@ def test_what_hides_in_json_and_what_is_compiled_is_unsafe(tmp_path: Path) -> No
     contents = records(EXPORTED)
     hidden = contents[GRAPH].replace(b'"expr_str"', rb'"\u0065xpr_str"')
     assert json.loads(hidden) == json.loads(contents[GRAPH])
+    long = contents[GRAPH].replace(b'"expr_str": "', b'"expr_str": "' + b"1 + " * 2_000)
+    far = contents[GRAPH].replace(b'"expr_str": ', b'"expr_str"' + b" " * 99 + b": ")
+    padded = contents[GRAPH][:-1] + b" " * (3 << 20) + b"}"
+    for graph, runs in ((long, True), (far, True), (padded, False), (graph_with("expr_str", "breakpoint()"), True)):
+        for size in (0, 511 << 10, (512 << 10) - 5, 1 << 20):  # wherever it lies in the blocks that are read
+            path = written(tmp_path / "model.pt2", contents | {GRAPH: b" " * size + graph})
+            assert (ckptool.scan(path).files[0].state == "unsafe-global") is runs
     library = {"data/aotinductor/model/model.so": b"\x7fELF"}
     for change in ({GRAPH: hidden}, library):
         assert ckptool.scan(written(tmp_path / "model.pt2", contents | change)).files[0].state == "unsafe-global"
