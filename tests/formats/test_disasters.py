@@ -312,3 +312,18 @@ def test_what_was_chosen_among_ranks_is_said_where_it_is_written(tmp_path: Path,
     for verb in (["convert"], ["cast", "--dtype", "f64"]):
         done = run(*verb, tmp_path / "in", "-o", tmp_path / f"{verb[0]}.pt")
         assert done.code == 0 and "replicas-differ: 1 tensor differs between ranks" in done.out + done.err
+
+
+def test_what_the_ranks_of_zero_hold_twice_is_compared(tmp_path: Path, run: Run) -> None:
+    def own(rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
+        states |= {"random": torch.tensor([rank], dtype=torch.uint8), "epoch": 2}
+        share["loss_scaler"] = {"cur_scale": 2.0, "cur_iter": 7}
+
+    def older(rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
+        share["loss_scaler"] = {"cur_scale": 2.0, "cur_iter": 7 - rank}
+
+    done = run("convert", write_zero(tmp_path / "own", 3, 2, change=own), "-o", tmp_path / "own.pt")
+    assert "ranks-differ: 1 value differs between ranks, and the first rank's is used: random" in done.out
+    for stage in (1, 2, 3):
+        done = run("convert", write_zero(tmp_path / f"{stage}", stage, 2, change=older), "-o", tmp_path / "out.pt")
+        assert done.code == 2 and "the loss_scaler differs" in done.err
