@@ -50,7 +50,7 @@ def read(archive: Archive) -> Checkpoint:
     tree = {model: program.parts(model) for model in program.graphs}
     if not tree:
         what = f"{archive.source} is a program of torch.export that was compiled (AOTInductor)"
-        raise Unsupported(what, "Its weights are in a library, beside its code.")
+        raise Unsupported(what, "Its weights are in, or beside, machine code that only torch can load.")
     words = f"holds {counted(len(tree), 'graph')} as well, which {form(len(tree), 'is', 'are')} never run; to see: "
     note = Note(NAME, words + PROGRAM, command("show", f"{archive.source.file.path}#{PROGRAM}"))
     values, discarded = tree if len(tree) > 1 else next(iter(tree.values())), (*program.discarded, *program.runs())
