@@ -278,6 +278,7 @@ def test_a_package_has_the_tensors_that_torch_loads(kind: str, tmp_path: Path, m
         exporter.save_pickle("models", "model", {"net": saved, "epoch": 3})
         exporter.save_source_string("code.more", "raise SystemExit('was run')")
         exporter.save_text("texts", "words", "abc")
+        exporter.save_binary("binary", "no_pickle", b"\x80\x02abc")
     loaded = torch.package.PackageImporter(str(path)).load_pickle("models", "model")["net"]
     expected = loaded if kind == "state dict" else loaded.state_dict()
     checkpoint = read(path)
@@ -303,4 +304,15 @@ def test_a_package_without_code_or_pickles(tmp_path: Path) -> None:
     with torch.package.PackageExporter(str(path)) as exporter:
         exporter.save_text("texts", "words", "abc")
     with pytest.raises(Unsupported, match="without a pickle"):
+        read(path)
+
+
+def test_a_module_of_a_package_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    inner = (
+        b"(X\x0e\x00\x00\x00reduce_packageK\x00ctorch.jit._script\nunpackage_script_module\nX\x01\x00\x00\x000\x85tQ"
+    )
+    pickle = b"\x80\x02" + inner + b"."
+    scripts = {f".data/ts_code/0/{name}.pkl": pickle for name in ("data", "constants")}
+    path = written(tmp_path / "package.pt", {".data/extern_modules": b"torch", "models/model": pickle, **scripts})
+    with pytest.raises(CkptoolError, match="names no storage"):
         read(path)
