@@ -18,7 +18,7 @@ from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.nodes import Global, Object, OrderedDict, fields, items
 from ckptool.checkpoint.tree import detached
 from ckptool.commands import command
-from ckptool.errors import Ambiguous, Corrupt, Unsupported, counted, form
+from ckptool.errors import Ambiguous, Corrupt, Unsupported, counted
 from ckptool.formats import torch_zip
 from ckptool.formats.strict_json import members
 from ckptool.formats.zip.directory import Archive, Record
@@ -34,7 +34,8 @@ _STRIDED = 7  # schema.Layout
 # What loading looks up and evaluates in a graph; JSON that spells ASCII letters as numbers may hide it.
 _EVALUATED = re.compile(rb'"(target|expr_str)"(?:\s{0,9}:\s{0,9}(?:"((?:[^"\\]|\\.){0,4000})"|null))?|\\u00[2-7]')
 _LONGEST = 1 << 13  # bytes of such a match
-_OPERATOR = re.compile(r"torch\.ops\.((?!__)\w+\.)+(?!__)\w+|(_operator|math)\.(?!__)\w+|torch\._?sym_\w+|\w*")
+_OF_BITS = r"__i?(?:and|or|xor|[lr]shift)__"  # `torch.ops.aten.__and__.Tensor`; nothing of Python's
+_OPERATOR = re.compile(rf"torch\.ops(\.({_OF_BITS}|(?!__)\w+)){{2,}}|(_operator|math)\.(?!__)\w+|torch\._?sym_\w+|\w*")
 _ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Call, ast.keyword, ast.Name, ast.Constant)
 _SIGNS = (ast.operator, ast.unaryop, ast.cmpop, ast.expr_context)
 _FUNCTION = re.compile("[A-Z][A-Za-z]*|floor|ceiling|sqrt")  # sympy's and torch's classes; none of Python's functions
@@ -51,8 +52,8 @@ def read(archive: Archive) -> Checkpoint:
     if not tree:
         what = f"{archive.source} is a program of torch.export that was compiled (AOTInductor)"
         raise Unsupported(what, "Its weights are in, or beside, machine code that only torch can load.")
-    words = f"holds {counted(len(tree), 'graph')} as well, which {form(len(tree), 'is', 'are')} never run; to see: "
-    note = Note(NAME, words + PROGRAM, command("show", f"{archive.source.file.path}#{PROGRAM}"))
+    what = f"holds a program as well ({counted(len(tree), 'graph')}), which is never run; to see it: {PROGRAM}"
+    note = Note(NAME, what, command("show", f"{archive.source.file.path}#{PROGRAM}"))
     values, discarded = tree if len(tree) > 1 else next(iter(tree.values())), (*program.discarded, *program.runs())
     notes, beside = (*archive.notes, *program.notes, note), {PROGRAM: program.texts}
     return Checkpoint(values, NAME, {}, archive.source.file, None, notes, discarded, extras=beside)

@@ -124,6 +124,7 @@ EXPRESSIONS = {
 TARGETS = {
     "torch.ops.aten.linear.default": False,
     "torch.ops.higher_order.cond": False,
+    "torch.ops.aten.__and__.Tensor": False,
     "_operator.mul": False,
     "math.floor": False,
     "torch._sym_sqrt": False,
