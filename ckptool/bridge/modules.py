@@ -83,9 +83,15 @@ def _model_slots(model: nn.Module) -> dict[str, _Slot]:
     }
 
 
-def _expected(tensors: Mapping[str, torch.Tensor], is_module: bool) -> dict[str, Expected]:
+def _expected(tensors: Mapping[str, torch.Tensor], model: nn.Module | None) -> dict[str, Expected]:
     """The tensors that a model expects. Raises `Unsupported` for those that only their own code can fill."""
     odd = [f"{name} ({type(tensor).__name__})" for name, tensor in tensors.items() if type(tensor) not in _PLAIN]
+    for path, module in model.named_modules() if model is not None else ():
+        save: Any = type(module)._save_to_state_dict
+        if save is not nn.Module._save_to_state_dict and save.__module__.startswith("torch."):  # of quantized weights
+            save(module, entries := dict[str, Any](), f"{path}." if path else "", True)
+            held = {name: _holds_tensor(value) for name, value in entries.items() if name not in tensors}
+            odd += [f"{name} ({type(module).__name__})" for name, holds in held.items() if holds]
     if odd:
         what = f"the model has tensors that are not plain tensors: {listed(odd)}"
         why = "Sharded, quantized and lazy tensors need their own code to fill them."
@@ -98,9 +104,15 @@ def _expected(tensors: Mapping[str, torch.Tensor], is_module: bool) -> dict[str,
         view = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()) if has_place else None
         tied = first_names.setdefault(view or id(tensor), name)
         dtype = BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
-        kind = PARAMETER if isinstance(tensor, nn.Parameter) else BUFFER if is_module else kind_by_name(name, dtype)
+        kind = BUFFER if model is not None else kind_by_name(name, dtype)
+        kind = PARAMETER if isinstance(tensor, nn.Parameter) else kind
         expected[name] = Expected(name, dtype, tuple(tensor.shape), kind, tied if tied != name else None)
     return expected
+
+
+def _holds_tensor(value: Any) -> bool:
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(part, (torch.Tensor, torch.ScriptObject)) for part in parts)
 
 
 def target_of_code(name: str) -> Target:
@@ -120,8 +132,8 @@ def target_of_code(name: str) -> Target:
 def target_of(source: Any, name: str) -> Target:
     """A module or state dict as a target with values; on the meta device without. Raises what `target_of_code`
     raises."""
-    is_module, state, wrapper = isinstance(source, nn.Module), source, ""
-    if is_module:
+    model, state, wrapper = None, source, ""
+    if isinstance(source, nn.Module):
         model = unwrapped(source)
         state = call_user_code(model.state_dict, "the target", name, keep_vars=True)
         # the prefix that wrappers around the model add to its names
@@ -130,12 +142,13 @@ def target_of(source: Any, name: str) -> Target:
         what = f"{name} made {type(source).__name__}, not a torch.nn.Module"
         raise UsageError(what, "A target is a module, or a state dict.", "For example: def build(): return MyModel()")
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    expected = _expected(tensors, model)
     values: Mapping[str, Any] | None = None
     if not any(tensor.device.type == "meta" for tensor in tensors.values()):
         bare = {key: tensors[key].detach() if key in tensors else value for key, value in state.items()}
         values = from_torch(bare, keep_unknown=True)
     metadata = {path: dict(facts) for path, facts in getattr(state, "_metadata", {}).items()} or None
-    return Target(name, MODULE, _expected(tensors, is_module), is_module, values, metadata, wrapper=wrapper)
+    return Target(name, MODULE, expected, model is not None, values, metadata, wrapper=wrapper)
 
 
 # Loading -------------------------------------------------------------------------------------------------------------
@@ -175,7 +188,7 @@ def load_into(
     options = match_options(rename, rules_file, only, exclude, missing, resize, on_mismatch, min_loaded, strict)
     bare = unwrapped(model)
     slots = _model_slots(bare)
-    expected = _expected({key: slot.tensor for key, slot in slots.items()}, is_module=True)
+    expected = _expected({key: slot.tensor for key, slot in slots.items()}, bare)
     stateful = {
         f"{path}.{EXTRA_STATE}".lstrip("."): module
         for path, module in bare.named_modules()

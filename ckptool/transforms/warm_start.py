@@ -386,7 +386,8 @@ def _advice(report: LoadReport) -> str:
 
 
 def filled(target: Target, chosen: dict[str, Assignment], states: Mapping[str, Any]) -> OrderedDict:
-    """Every key of the target with a value: what was chosen from the checkpoint, the rest from the target itself.
+    """Every key of the target with a value: what was chosen from the checkpoint, the rest from the target itself; under
+    the names that `load_state_dict` of a wrapped model expects.
     states: extra states that are taken from the checkpoint.
 
     Raises `Conflict` naming what a target without values (a spec) cannot fill in.
@@ -430,10 +431,13 @@ def filled(target: Target, chosen: dict[str, Assignment], states: Mapping[str, A
             flags = base.flags if isinstance(base, TensorEntry) else NO_FLAGS
             tensor = tensor.with_flags(Flags(flags.requires_grad, flags.parameter, *tensor.flags.lazy))
         items[name] = same.setdefault((firsts[name], id(base)), tensor)
-    attributes = {"_metadata": target.metadata} if target.metadata is not None else None
+    wrapped, attributes = {target.wrapper + name: value for name, value in items.items()}, None
+    if target.metadata is not None:
+        versions = {f"{target.wrapper}{path}".rstrip("."): facts for path, facts in target.metadata.items()}
+        attributes = {"_metadata": versions}
 
     def on_cpu(storage: Storage) -> Storage:
         return storage if storage.location == "cpu" else replace(storage, location="cpu")
 
-    state_dict: OrderedDict = map_storages(OrderedDict(items, attributes), on_cpu)
+    state_dict: OrderedDict = map_storages(OrderedDict(wrapped, attributes), on_cpu)
     return state_dict

@@ -103,7 +103,8 @@ def warm_start(
     result: tuple[Any, ...] = ()
     if (out is not None or (change.live and not dry_run)) and report.accepted:
         tree, original, model = filled(target, plan.chosen, plan.states), opened.checkpoint, target.checkpoint
-        taken = tuple(name for name in tree if name not in plan.chosen and name not in plan.states)
+        names = (name.removeprefix(target.wrapper) for name in tree)
+        taken = tuple(name for name in names if name not in plan.chosen and name not in plan.states)
         mark: dict[str, Any] = marks.recovered(original.metadata, root.path)
         if taken and model is not None:
             mark |= marks.recovered(model.metadata, before=mark)
