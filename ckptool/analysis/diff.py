@@ -202,9 +202,8 @@ class Diff(Report):
             heads = ("", "change", "max |a-b|", "elements")
             if room:  # names of any length have room at the end of a line
                 groups, heads = [(*facts, name) for name, *facts in groups], (*heads[1:], "")
-            right = range(not room, 4 - bool(room))
             limits: dict[str, Any] = {"limit": 3 * room or None, "more": f"  … {{}} more ({arg(all=True)})"}
-            yield Table(groups, title=f"values ({len(rows):,})", heads=heads, right=right, hang=NAMES, **limits)
+            yield Table(groups, f"values ({len(rows):,})", heads, range(not room, 4 - bool(room)), hang=NAMES, **limits)
             yield f"  … {counted(omitted, 'group')} that changed less ({arg(all=True)})" if omitted else None
             yield dim("  change: mean |a-b| / max(|a|, |b|) of the tensor that changed most")
         if self.changed_elements:
