@@ -37,12 +37,12 @@ from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in, without_copies
 from ckptool.formats.layouts import zero
 from ckptool.formats.layouts.zero import StageFiles
+from ckptool.formats.marks import OTHER_TAGS
 from ckptool.formats.pieces import Joiner, Vector, agree, refuse_other
 from ckptool.formats.rank_trees import DIFFERENT, same_leaf
 
 NAME = "deepspeed"
 LATEST = ("latest", "latest_universal")
-OTHER_TAGS = "other-tags"  # of the note
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # copied beside every checkpoint
 UNIVERSAL = "zero"  # the folder that a universal one has
 MAX_TAG = 4_096  # bytes of the file `latest`
@@ -425,6 +425,7 @@ def _universal(tag: Tag) -> Checkpoint:
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
     first_step: tuple[str, dict[str, Any]] | None = None
+    types: dict[str, tuple[str, Any]] = {}  # of what is kept for each parameter, with the first file that has it
     for number, shapes in enumerate(groups):
         for name, shape in shapes.items():
             slots: dict[str, Any] = {}  # its values by the names of their files, in its shape
@@ -435,6 +436,12 @@ def _universal(tag: Tag) -> Checkpoint:
                 if isinstance(value, TensorEntry) and len(value.shape) == 1 and value.numel == prod(shape):
                     value = value.reshape(shape)
                 slots[key := file.removesuffix(".pt")] = value
+                if not isinstance(value, TensorEntry) and (key != "step" or value is None):
+                    raise damaged(files, f"has no tensor in {file}")
+                dtype = value.dtype if isinstance(value, TensorEntry) else None
+                other, expected = types.setdefault(key, (f"{name}/{file}", dtype))
+                if dtype != expected:
+                    raise mixed(zero_folder, other, f"{name}/{file}", f"one is {expected}, the other {dtype}")
                 tag.joiner.untied += [f"{name}/{file}"] if key not in (_WEIGHT, "step") else []
             zero_folder.adopt(name, files)
             weight = slots.get(_WEIGHT)
