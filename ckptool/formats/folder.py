@@ -124,6 +124,11 @@ def names_in(folder: str) -> list[str]:
     return sorted(without_resource_forks(names))
 
 
+def is_in(folder: str, name: str) -> bool:
+    """True if a folder has something of this name; one at a URL is listed for it, others may be very long."""
+    return name in names_in(folder) if is_url(folder) else os.path.lexists(os.path.join(folder, name))
+
+
 def led_elsewhere(folder: str, names: Iterable[str]) -> dict[str, str]:
     """The files of a folder that are links to files outside of it (except the `blobs` of a hub's cache), and where each
     leads."""
