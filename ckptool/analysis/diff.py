@@ -168,7 +168,7 @@ class Diff(Report):
         yield from (block("counters and other integers", integers, by_end=True), "")
         rows = [(part.name or WHOLE, *_part_cells(part)) for part in self.parts if part.largest_change]
         heads = ("", "tensors", "change", "layers (· the same)")
-        yield from (Table(rows, title="parts", heads=heads, right=(1, 2)), "")
+        yield from (Table(rows, title="parts", heads=heads, right=(1, 2), **limits | {"limit": 3 * room or None}), "")
         for side, only in zip(sides, (self.only_left, self.only_right), strict=True):
             yield from (block(f"only in {side}", [(entry.address, entry_text(entry.node)) for entry in only]), "")
         yield from (block("other than by value", aspect_rows(self)), "")
@@ -202,8 +202,8 @@ class Diff(Report):
             heads = ("", "change", "max |a-b|", "elements")
             if room:  # names of any length have room at the end of a line
                 groups, heads = [(*facts, name) for name, *facts in groups], (*heads[1:], "")
-            right = range(not room, 4 - bool(room))
-            yield Table(groups, title=f"values ({len(rows):,})", heads=heads, right=right, hang=NAMES)
+            limits: dict[str, Any] = {"limit": 3 * room or None, "more": f"  … {{}} more ({arg(all=True)})"}
+            yield Table(groups, f"values ({len(rows):,})", heads, range(not room, 4 - bool(room)), hang=NAMES, **limits)
             yield f"  … {counted(omitted, 'group')} that changed less ({arg(all=True)})" if omitted else None
             yield dim("  change: mean |a-b| / max(|a|, |b|) of the tensor that changed most")
         if self.changed_elements:

@@ -63,7 +63,7 @@ _WORDS = {"recovered-file": "recovered, not intact", "part": "incomplete"}  # of
 # Notes on whether a file is whole.
 _SAID = (
     *("link-elsewhere", "interrupted-edit", "unused-record", "stale-shards", "total-size", CODE, MEMBERS),
-    *("unused-files", "other-tags", "not-joined"),  # files that were not looked at, or not together
+    *("unused-files", "not-joined"),  # files that were not looked at, or not together
     *("side-car-ignored", "copies-not-shown", *marks.CHOSEN),
 )
 

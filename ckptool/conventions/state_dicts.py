@@ -44,8 +44,8 @@ _AVERAGE_WORDS = re.compile(
     r"(^|_|\b)(ema|swa|averaged?|shadow|polyak|moving_average)($|_|\b|\d|(?-i:(?=[A-Z])))", re.IGNORECASE
 )
 _OTHER_WORDS = re.compile(
-    r"optim|scheduler|scaler|(^|_)rng|random|(^|_)(args|attributes|config|hparams|hyper_parameters|loops?|callbacks|"
-    r"history|metrics|loss(es)?|data_state|sampler)($|_)",
+    r"optim|scheduler|scaler|(^|_)rng|random|(^|_)(args|attributes|constants|config|hparams|hyper_parameters|loops?|"
+    r"callbacks|history|metrics|loss(es)?|data_state|sampler)($|_)",
     re.IGNORECASE,
 )
 _TRAINING_WORDS = re.compile(r"optim|scheduler|scaler|sampler|(^|[_-])rng|random", re.IGNORECASE)

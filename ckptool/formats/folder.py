@@ -6,7 +6,8 @@ Names alone are believed where only one program writes them; an ordinary file is
 
 Source: torch/distributed/tensor and _shard/sharded_tensor (what their pickles hold), deepspeed/runtime/engine.py (names
 of files, and `param_shapes`), megatron/training/checkpointing.py (`mp_rank_TT_PPP`), huggingface_hub/serialization
-(names of shards), verl and accelerate (`_world_size_W_rank_R`).
+(names of shards), verl and accelerate (`_world_size_W_rank_R`), nanotron/serialize (`…_tp-rank-0-of-2`), torchtune's
+training/checkpointing (`hf_model_0001_0.pt`).
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ FSDP_RANKS = NamePattern(
 )
 PIECES = NamePattern("shard-", r"(?P<set>shard-)(?P<rank>\d{5})-(?P<rest>model-\d{5}-of-\d{5})\.safetensors")
 MODEL_PARALLEL = NamePattern("mp_rank_", r"(?P<set>mp_rank_)(?P<rank>\d\d)(?P<rest>(?:_\d\d\d){0,2})")
+NANOTRON = NamePattern("-of-", r"(?:.+_)?[pt]p-(?:rank-)?\d+-of-\d+(?:_[a-z]+-(?:rank-)?\d+-of-\d+)+\.[a-z]+")
+TORCHTUNE = NamePattern("hf_model_", r"hf_model_(?P<number>\d{4})_(?P<epoch>\d+)\.(?:pt|safetensors)")
 CONSOLIDATED = NamePattern("consolidated.", r"(?P<set>consolidated\.)(?P<rank>\d\d)(?P<rest>\.(?:pth|pt|safetensors))")
 
 
@@ -281,6 +284,15 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
         return part if states_match else replace(part, label=_NO_VALUES)
     if states_match:
         return _ranked(rank, None, "one file of a ZeRO checkpoint, which consists of all of them")
+    if NANOTRON.fullmatch(name):
+        what = "each rank saves its piece of each parameter, and of the optimizer, to a file of its own"
+        return PartOf(PartKind.RANK, "one file of nanotron's", what)
+    if divided := TORCHTUNE.fullmatch(name):
+        matches = filter(None, map(TORCHTUNE.fullmatch, _beside(path)))
+        nth, last = int(divided["number"]), max(int(m["number"]) for m in matches if m["epoch"] == divided["epoch"])
+        if last > 1:
+            what = "torchtune divides a model over these files"
+            return PartOf(PartKind.SHARD, f"shard {nth:,} of {last:,}", what, nth, last)
     if layer := LAYER.fullmatch(name):
         label = f"layer {int(layer['layer'])}" + (f", expert {int(layer['expert'])}" if layer["expert"] else "")
         what = "DeepSpeed saves each layer of a pipeline, and each expert, to a file of its own"

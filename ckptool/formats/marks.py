@@ -54,10 +54,11 @@ def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
     return rebuild(tree, lambda node: entries.get(id(node), node)), [note]
 
 
-# Codes of the notes on values that were chosen among those of several ranks, or may be missing: they are also printed
-# where a file is made of them.
+# Codes of the notes on what was chosen among the values of several ranks, or among several checkpoints, or may be
+# missing: they are also printed where a file is made of it.
+OTHER_TAGS = "other-tags"
 CHOSEN = (
-    *("replicas-differ", "replicas-not-compared", "ranks-differ", "common-collides", "steps-differ"),
+    *(OTHER_TAGS, "replicas-differ", "replicas-not-compared", "ranks-differ", "common-collides", "steps-differ"),
     *("no-optimizer-files", "no-buffers", "sizes-from-pieces"),
 )
 

@@ -83,6 +83,7 @@ BESIDE_WEIGHTS = NamePattern(
     r"|pytorch_model(?:_\d+|_fsdp(?:_\d+)?)\.bin|common\.pt|meta\.pt|distrib_optim\.pt",
 )
 _OTHER_MODEL = NamePattern("_", r"(?:pytorch_)?model_\d+\.(?:safetensors|bin)")
+_ENGINE = "what the ranks saved"  # in the folder itself, for people
 NO_WEIGHTS = ("optimizer", "scheduler", "rng_state", "random_states", "sampler")
 _TRAINING = (*NO_WEIGHTS, "trainer_state", "common.pt", "meta.pt")
 _FOLDERS = NamePattern("", r"global_step\d+|pytorch_model_fsdp_\d+|optimizer_\d+|pytorch_model")
@@ -205,7 +206,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     if layout.by_rules and len(members) > 1:
         untied = [name for name, member in members.items() if "iteration" not in fields(member.tree)]
     checkpoint = replace(checkpoint, untied=(*checkpoint.untied, *untied))
-    errors |= {name: why for name, why in _of_other_steps(members).items() if name not in errors}
+    errors |= {name: why for name, why in _of_other_steps(checkpoint, members).items() if name not in errors}
     # The number of ranks that saved the folder, as far as its members say.
     counts = [member.metadata.get("ranks") for member in (checkpoint, *members.values())]
     counts += [part.count for part in parts if part.kind is PartKind.RANK]
@@ -231,7 +232,7 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         facts = {"engine": layout.engine, "ranks": world, "step": step_in(members.get(STATE))}
         checkpoint = replace(checkpoint, metadata={key: fact for key, fact in facts.items() if fact})
     if number == count and not (parts and checkpoint.container == NAME):
-        lead = ["the weights" if only_weights else "what the ranks saved"] if layout.beside else []
+        lead = ["the weights" if only_weights else _ENGINE] if layout.beside else []
         note = Note(MEMBERS, f"{label} {form(count, 'is', 'are')} whole: {listed([*lead, *layout.names], 4)}")
         return replace(checkpoint, notes=(*checkpoint.notes, note))
     detail = problems or f"all of its files are present; {_NOT_JOINED[layout.by_rules]}"
@@ -327,8 +328,9 @@ def open_member(folder: Folder, name: str) -> Checkpoint:
 # Do they belong together? --------------------------------------------------------------------------------------------
 
 
-def _of_other_steps(members: dict[str, Checkpoint]) -> dict[str, str]:
-    """Members that were certainly saved at another step than the rest, each with why.
+def _of_other_steps(checkpoint: Checkpoint, members: dict[str, Checkpoint]) -> dict[str, str]:
+    """Members that were certainly saved at another step than the rest, each with why. checkpoint: what another format
+    reads of the folder.
 
     Ranks step together: Megatron's files state their iteration, the random states of accelerate a step. A Trainer's
     optimizer and scheduler do, too, and no more often than it counts; less often where a gradient scaler skips steps.
@@ -342,6 +344,10 @@ def _of_other_steps(members: dict[str, Checkpoint]) -> dict[str, str]:
         reference = f"and {printable(last)} of step {stated[last]:,}"
         return {name: f"{printable(name)} is of step {step:,}, {reference}" for name, step in wrong.items()}
     total = step_in(members.get(STATE))
+    engines = {name: member.metadata.get("step") for name, member in ((_ENGINE, checkpoint), *members.items())}
+    if wrong := {name: step for name, step in engines.items() if total and type(step) is int and step != total}:
+        name, step = next(iter(wrong.items()))
+        return {STATE: f"{STATE} is of step {total:,}, and {printable(name)} of step {step:,}"}
     steps: dict[str, int] = {}  # that an optimizer or the Trainer's scheduler has taken, where it is certain
     for name, member in members.items() if total else ():
         values: list[Any] = []

@@ -169,7 +169,9 @@ class _SideBySide:
         """The first rank's value; notes which have another. Raises `Conflict` where that is a part of a tensor, or a
         step."""
         name, first = address(path), values[0]
-        where = [file.where for file, value in zip(files, values, strict=True) if not alike(first, value, equal=_same)]
+        where = [
+            file.where for file, value in zip(files, values, strict=True) if not alike(first, value, equal=same_leaf)
+        ]
         if where:
             if any(distributed(node) for value in values for node in visit(value)):
                 what = "holds sharded tensors, but not of one kind on all ranks"
@@ -181,7 +183,7 @@ class _SideBySide:
         return first
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_leaf(one: Any, other: Any) -> bool:
     """True for values without parts, or tensors, that are written alike."""
     if isinstance(one, TensorEntry):
         ours, theirs = ((e.dtype.name, e.shape, e.stride, e.storage.crc, e.storage.nbytes) for e in (one, other))

@@ -256,7 +256,7 @@ def _parse_index(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
     if source.size > MAX_INDEX:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"An index of at most {MAX_INDEX:,} is read.")
     index = parse_object(source.read(0, source.size), f"{source}: the index")
-    if "param_groups" in index:
+    if "param_groups" in (*index, *fields(index.get("metadata"))):
         what = f"{source} is the index of an optimizer's state, as ColossalAI divides it"
         raise Unsupported(what, "Its files, which number the parameters, are read one by one.")
     names, metadata = index.get("weight_map"), index.get("metadata", {})

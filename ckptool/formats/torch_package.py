@@ -7,6 +7,7 @@ each pickle under its name, and in it a TorchScript module as `torchscript` has 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note
@@ -50,15 +51,19 @@ def read(archive: Archive) -> Checkpoint:
                 return modules[number]
             case ("reduce_package", *_, function, arguments):
                 return Object(function, arguments)
+        return storage(pid)
+
+    def storage(pid: Any) -> Any:
+        match pid:
             case ("storage", kind, str() | int() as key, *rest):  # of a module of TorchScript it has the suffix already
-                return storages.load(("storage", kind, f"{str(key).removesuffix('.storage')}.storage", *rest))
+                pid = ("storage", kind, f"{str(key).removesuffix('.storage')}.storage", *rest)
         return storages.load(pid)
 
     def module(number: str) -> dict[str, Any]:
         nonlocal program
         program = program or Program(archive, scripts, storages.big_endian)
         pickles = [records.get(f"{scripts}{number}/{name}.pkl") for name in ("data", "constants")]
-        top, constants = (decoded_record(record, persistent, SCRIPT_BUILDERS) if record else None for record in pickles)
+        top, constants = (decoded_record(record, storage, SCRIPT_BUILDERS) if record else None for record in pickles)
         if top is None or constants is None or not is_script(top.root):
             raise Corrupt(f"{source} has no TorchScript module {number[:40]}", "A pickle in it names one.")
         discarded.extend((*top.discarded, constants.root, *constants.discarded, *program.runs()))
@@ -69,7 +74,9 @@ def read(archive: Archive) -> Checkpoint:
     tree, notes = dict[str, Any](), [*archive.notes]
     for name, record in records.items():
         inner = name.removeprefix(folder)
-        if record.size and not inner.startswith(".data/") and record.data.read(0, 1) == b"\x80":
+        if inner.startswith(".data/") or not record.size:
+            continue
+        if re.match(rb"\x80[\2-\5]", record.data.read(0, 2)) and record.data.read(record.size - 1, 1) == b".":
             decoded = decoded_record(record, persistent)
             tree[inner] = decoded.root
             discarded += decoded.discarded
@@ -82,11 +89,8 @@ def read(archive: Archive) -> Checkpoint:
     notes.append(Note(NAME, words, command("show", f"{source.file.path}#{PROGRAM}")))
 
     def texts() -> dict[str, Any]:
-        contents = {name: records[folder + name] for name in code}
-        limit = inflated_limit(1)
-        return in_folders(
-            {name: record.contents(limit).decode("utf-8", "replace") for name, record in contents.items()}
-        )
+        contents = ((name, records[folder + name].contents(inflated_limit(1))) for name in code)
+        return in_folders({name: content.decode("utf-8", "replace") for name, content in contents})
 
     discarded = [name for name in discarded if name != _UNPACK]
     return Checkpoint(tree, NAME, {}, source.file, None, tuple(notes), (*discarded, *runs), extras={PROGRAM: texts})

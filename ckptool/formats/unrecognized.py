@@ -145,6 +145,9 @@ _ZIPS: tuple[tuple[str, type[CkptoolError], str, str, str], ...] = (
     (r"^MAR-INF/MANIFEST\.json$", Unsupported, "a TorchServe archive (.mar)", "", ""),
     (r"(?:^|/)model\.json$", Unsupported, "a model of torch 1.0's first script format (model.json)",
         "It holds no pickle to read.", "With torch: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt')"),
+    (r"^[^/\n]+/\.data/serialization_id$", Corrupt, "a file of torch.save without a value",
+        "torch.save failed before it wrote any, as it does where an object cannot be pickled.",
+        "Look at the error that it ended with, and save again, or take an earlier checkpoint."),
     *((pattern, NotACheckpoint, f"{what}, but not a PyTorch checkpoint", "", "") for pattern, what in (
         (r"^\[Content_Types\]\.xml$", "an Office document"),
         (r"^META-INF/MANIFEST\.MF$", "a Java archive"),

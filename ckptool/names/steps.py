@@ -146,10 +146,16 @@ def steps_of(
     Raises `Conflict` for a step that lacks one of its names, `UsageError`, which points at the rule, where one has two.
     """
     scope = scope or Scope({}, {}, {}, {})
-    candidates = [(*name.ends, rule, number) for rule in rules for number, name in enumerate(rule.old)]
+    # Rules for one key each, of which there may be as many as keys, are found by it; the others are tried in turn.
+    exact, general = dict[str, list[tuple[int, str, str, Rule, int]]](), list[tuple[int, str, str, Rule, int]]()
+    old_names = ((rule, number, name) for rule in rules for number, name in enumerate(rule.old))
+    for place, (rule, number, name) in enumerate(old_names):
+        begin, end = name.ends
+        candidates = exact.setdefault(begin, []) if name.pieces == (begin,) else general
+        candidates.append((place, begin, end, rule, number))
     steps, rest = dict[object, Step](), list[str]()
     for key in names:
-        for begin, end, rule, number in candidates:
+        for _, begin, end, rule, number in sorted([*exact[key], *general]) if key in exact else general:
             if not (key.startswith(begin) and key.endswith(end)):
                 continue
             try:
@@ -214,7 +220,7 @@ def by_rules(rules: Sequence[Rule], keys: Collection[str]) -> Callable[[str], st
     renames = renamed(rules, keys)
     used = {rule.origin for rule, _ in renames.values()}
     idle = [rule for rule in rules if rule.origin not in used]
-    hidden = any(renamed([rule], keys) for rule in idle)
+    hidden = renamed(idle[:1], keys)
     refuse_idle(idle, "no key", "Earlier rules matched all of its keys." if hidden else WHOLE_KEY, keys)
 
     def rename(key: str) -> str:

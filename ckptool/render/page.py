@@ -341,19 +341,19 @@ class _Compared:
 
     def __init__(self, diff: Diff, parts: Sequence[Checkpoint]) -> None:
         self.diff, self.bases = diff, [part.base for part in parts]
-        self.paths: list[dict[Any, list[tuple[Any, ...]]]] = [{}, {}]
+        self.paths: list[dict[Any, dict[tuple[Any, ...], None]]] = [{}, {}]
         for by_view, part in zip(self.paths, parts, strict=True):
             for path, tensor in tensors(part.tree):
-                by_view.setdefault(tensor.view, []).append(path)
+                by_view.setdefault(tensor.view, {})[path] = None
         self.only = {address(path) for path, _ in (*diff.only_left, *diff.only_right)}
         self.changed = {change.address: change for change in diff.changed}
 
     def name(self, side: int, row: TensorRow) -> str | None:
         """The compared name of a tensor of the first or second file; None where it was not compared."""
-        base, paths = self.bases[side], self.paths[side].get(row.tensor.view, [])
+        base, paths = self.bases[side], self.paths[side].get(row.tensor.view, {})
         path = row.path[len(base) :] if row.path[: len(base)] == base else None
         if paths and path not in paths:
-            path = paths[0]
+            path = next(iter(paths))
         return None if path is None else address(bare(path) if "prefix" in self.diff.ignored else path)
 
     def change(self, side: int, row: TensorRow) -> list[Any]:

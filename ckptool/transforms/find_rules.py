@@ -52,7 +52,7 @@ from ckptool.transforms.suggest import (
 )
 from ckptool.transforms.translate.apply import DROP, after_chain, plan_steps
 
-TRIES = 4_000_000  # of a rule on a key, when all rules are applied, and of groups; beyond that no rules are found
+TRIES = 4_000_000  # of a pattern on a key, when all rules are applied, and of groups; beyond that none are found
 MOST_TRIES = 600  # of operations for tensors of given shapes
 MOST_ORDERED = 4  # tensors that are tried in every order
 MOST_TOKENS = 64  # of a name in which words may differ, dots included: no model has as many
@@ -456,7 +456,7 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     covered |= spelled_out.keys()
     texts = [rule_text(escaped(key), escaped(name)) for key, name in spelled_out.items()]
     limit = TRIES // max(1, len(ours))
-    texts = [*texts, *(rule for suggestion in written for rule in suggestion.rules)][:limit]
+    texts += [rule for suggestion in written for rule in suggestion.rules][:limit]
     patterns = dict[str, None]()  # for keys that are left out: with `*` for numbers, where no other key has such a name
     for key in (key for key in ours if key not in covered):
         literal = re.sub(r"^re:", "[r]e:", re.sub(r"([*?[])", r"[\1]", key))

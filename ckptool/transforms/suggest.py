@@ -395,11 +395,15 @@ class Search:
         while len(self.links) != before:
             before = len(self.links)
             ours, theirs = map(OpenFamilies.of, sides, self.free)
+            tried = set[tuple[int, int]]()  # a pair with a thousand shapes is met a thousand times
             for mine, shape in ((mine, shape) for shape, members in ours.by_trait.items() for mine in members):
                 goals = theirs.by_trait.get(shape, [])
                 if not goals or max(len(ours.by_trait[shape]), len(goals)) > MOST_ALIKE:
                     continue
                 near = max(goals, key=lambda goal: len(mine.words & goal.words))
+                if (id(mine), id(near)) in tried:
+                    continue
+                tried.add((id(mine), id(near)))
                 shapes = {*mine.traits, *near.traits}
                 alone = all(len(side.by_trait.get(trait, ())) == 1 for side in (ours, theirs) for trait in shapes)
                 linear = {"linear"} if alone and len(mine.keys) + len(shape or ()) > 3 else set[str]()

@@ -24,7 +24,7 @@ from ckptool.checkpoint.nodes import Object, fields
 from ckptool.checkpoint.paths import is_url, may_exist, named_urls
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
 from ckptool.commands import FILE, NAME, OUT, OUT_SAFETENSORS, VERBS, Command, Slot, arg, command, input_of
-from ckptool.conventions.state_dicts import optimizers
+from ckptool.conventions.state_dicts import MANY_STATE_DICTS, optimizers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, form, listed
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, replace, size
 from ckptool.formats import CheckpointLike, Format, Opened, PathLike, changeable, is_in_memory, marks, open_file
@@ -538,6 +538,7 @@ def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | 
             notes.append(Note("old-names", message))
     roots = [{"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots]
     of = [f"{root or 'the whole file'}: {changed:,} of {counted(keys, 'key')}" for root, changed, keys in renamed.roots]
+    of = [*of[:MANY_STATE_DICTS], f"… {len(of) - MANY_STATE_DICTS:,} more"] if len(of) > MANY_STATE_DICTS else of
     names = [f"{old} → {new}" for old, new in renamed.names.items()]
     return saved.about(
         f"{renamed.changed:,} of {counted(renamed.total, 'key')} renamed" if renamed.changed else clean,

@@ -83,20 +83,19 @@ def cast(
         rows.append(Row.named("left_out", left_out, "left out, scales of activations:", 6))
     summary = f"already clean: every floating tensor that was asked for is {target.name}"
     if plan.tensors:
-        sizes = f"{size(plan.bytes_before)} → {size(plan.bytes_after)}"
-        summary = f"{counted(plan.tensors, 'tensor')} cast to {target.name}, {sizes}"
+        before, after = size(plan.bytes_before), size(plan.bytes_after)
+        summary = f"{counted(plan.tensors, 'tensor')} cast to {target.name}, {before} → {after}"
     elif plan.skipped:
         unchanged = counted(len(plan.skipped), "tensor is", "tensors are")
         summary = f"nothing was cast: {unchanged} left as is; any others are already {target.name}"
     lossy = [(name, kind, asdict(tally)) for name, kind, tally in plan.tallies if tally.changed]
     facts = [{"storage_of": name, "from": kind.name, **tally} for name, kind, tally in lossy]
-    skipped = [{"path": name, "kind": kind} for name, kind in plan.skipped]
     rows.append(Row("lossy", facts, _losses(plan, bool(weights)) if plan.tensors and not dry_run else ()))
-    rows.append(Row("skipped", skipped, [f"{name} left as it is ({kind})" for name, kind in plan.skipped]))
+    not_cast = Row.named("", [f"{name} ({kind})" for name, kind in plan.skipped], "not cast:").lines
+    rows.append(Row("skipped", [{"path": name, "kind": kind} for name, kind in plan.skipped], not_cast))
     if weights:
-        summary = f"{counted(len(weights), 'quantized weight')} computed as {target.name}" + (
-            f"; {summary}" if plan.tensors else ""
-        )
+        count = f"{counted(len(weights), 'quantized weight')} computed as {target.name}"
+        summary = f"{count}; {summary}" if plan.tensors else count
         if quantization_config(change.original) and not written.details:
             elsewhere = f"in a folder ({arg(out='DIR/')}) it would not"
             rows.append(f"config.json beside it still names the quantization; {elsewhere}")

@@ -177,7 +177,7 @@ def _report_rows(outcome: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
         shown = dict(enumerate(steps))
         if len(steps) > MANY and not dry_run:  # the first of each rule
             firsts = {step.rule.origin: number for number, step in reversed([*enumerate(root.steps)])}
-            shown = {number: steps[number] for number in sorted(firsts.values())}
+            shown = {number: steps[number] for number in sorted(firsts.values())[:MANY]}
         for number, fact in shown.items():
             sides, texts = (fact["inputs"], fact["outputs"]), []
             for side, has_shapes in zip(sides, (root.steps[number].shapes, True), strict=True):

@@ -28,6 +28,7 @@ from tests.support.ranks import save_on_two_ranks
 from tests.support.sharded_folders import bins, hub
 
 NEWER, OLDER = 20, 10  # steps
+HALVES = FULL["fc.weight"].half()
 RESOURCE_FORK = b"\0\5\26\7\0\2\0\0Mac OS X        " + bytes(60)  # how `._NAME` begins
 
 # The layouts -------------------------------------------------------------------------------------------------------
@@ -254,6 +255,33 @@ def test_an_iteration_without_its_last_file_is_not_read_as_weights_alone(
     assert run("scan", tmp_path, "--latest-good", "-q").out.strip() == str(out)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("gathered", [True, False])
+def test_a_trainers_tag_of_another_step(stage: int, gathered: bool, tmp_path: Path, run: Run) -> None:
+    """Of DeepSpeed, beside weights that were gathered or alone."""
+    trainer(tmp_path / "checkpoint-20", NEWER)
+    zero(stage)(tmp_path / "checkpoint-20" / "global_step20", NEWER)
+    (tmp_path / "checkpoint-20" / "latest").write_text("global_step20")
+    (tmp_path / "checkpoint-20" / "optimizer.pt").unlink()
+    if not gathered:
+        (tmp_path / "checkpoint-20" / "model.safetensors").unlink()
+    assert run("verify", tmp_path / "checkpoint-20").code == 0
+    shutil.rmtree(tmp_path / "checkpoint-20" / "global_step20")
+    zero(stage)(tmp_path / "checkpoint-20" / "global_step20", OLDER)
+    done = run("verify", tmp_path / "checkpoint-20")
+    assert done.code == 1 and "trainer_state.json is of step 20, and" in done.out and "of step 10" in done.out
+
+
+def test_which_of_several_iterations_was_read_is_said(iteration: Path, tmp_path: Path, run: Run) -> None:
+    shutil.copytree(iteration, tmp_path / "iter_0000030")
+    torch.save({"iteration": 30}, tmp_path / "iter_0000030" / "common.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    done = run("convert", tmp_path, "-o", tmp_path / "out.pt")
+    assert (
+        "other-tags: iter_0000020 was read" in done.out and "1 other iteration is beside it: iter_0000030" in done.out
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "file"),
     [("rank-files", "extra_state_world_size_2_rank_0.pt"), ("zero-2", "latest"), ("sharded", "model.safetensors")],
@@ -312,3 +340,35 @@ def test_what_was_chosen_among_ranks_is_said_where_it_is_written(tmp_path: Path,
     for verb in (["convert"], ["cast", "--dtype", "f64"]):
         done = run(*verb, tmp_path / "in", "-o", tmp_path / f"{verb[0]}.pt")
         assert done.code == 0 and "replicas-differ: 1 tensor differs between ranks" in done.out + done.err
+
+
+def test_what_the_ranks_of_zero_hold_twice_is_compared(tmp_path: Path, run: Run) -> None:
+    def own(rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
+        states |= {"random": torch.tensor([rank], dtype=torch.uint8), "epoch": 2}
+        share["loss_scaler"] = {"cur_scale": 2.0, "cur_iter": 7}
+
+    def older(rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
+        share["loss_scaler"] = {"cur_scale": 2.0, "cur_iter": 7 - rank}
+
+    done = run("convert", write_zero(tmp_path / "own", 3, 2, change=own), "-o", tmp_path / "own.pt")
+    assert "ranks-differ: 1 value differs between ranks, and the first rank's is used: random" in done.out
+    for stage in (1, 2, 3):
+        done = run("convert", write_zero(tmp_path / f"{stage}", stage, 2, change=older), "-o", tmp_path / "out.pt")
+        assert done.code == 2 and "the loss_scaler differs" in done.err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({}, "has no tensor in exp_avg.pt"),
+        ({"param": None}, "has no tensor"),
+        ({"param": HALVES}, "one is f16, the other f32"),
+    ],
+)
+def test_every_moment_of_a_universal_folder_is_there_and_of_one_type(
+    content: dict[str, Any], words: str, saved: Path, tmp_path: Path, run: Run
+) -> None:
+    folder = Path(shutil.copytree(saved / "universal" / str(NEWER), tmp_path / "global_step20_universal"))
+    torch.save(content, folder / "zero" / "fc.weight" / "exp_avg.pt")
+    done = run("convert", folder, "-o", tmp_path / "out.pt")
+    assert done.code == 2 and words in done.err, done

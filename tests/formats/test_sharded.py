@@ -283,7 +283,8 @@ def test_shards_that_hold_no_dictionary_or_a_whole_tree(tmp_path: Path) -> None:
     write_index(tmp_path, {"x": "tree.safetensors"}, name="whole.safetensors.index.json")
     with pytest.raises(Unsupported, match="a whole tree"):
         read(tmp_path / "whole.safetensors.index.json")
-    (tmp_path / "optim.bin.index.json").write_text('{"param_groups": "groups.bin", "weight_map": {"0": "a.bin"}}')
+    index = {"metadata": {"param_groups": "groups.bin"}, "weight_map": {"0": "a.bin"}}
+    (tmp_path / "optim.bin.index.json").write_text(json.dumps(index))
     with pytest.raises(Unsupported, match="an optimizer's state, as ColossalAI"):
         read(tmp_path / "optim.bin.index.json")
 

@@ -48,8 +48,7 @@ def same_as_torch(entries: Any, expected: dict[str, Any]) -> None:
         entry = entries[name]
         mine = entry.torch()
         assert torch.equal(mine, tensor) and mine.dtype == tensor.dtype and mine.stride() == tensor.stride(), name
-        flags = (isinstance(tensor, nn.Parameter), tensor.requires_grad)
-        assert (entry.flags.parameter, entry.flags.requires_grad) == flags, name
+        assert not (entry.flags.parameter or entry.flags.requires_grad), name  # as in a state dict
     shared = {name: tensor.untyped_storage().data_ptr() for name, tensor in expected.items() if tensor.numel()}
     for one in shared:
         for other in shared:
@@ -125,6 +124,7 @@ EXPRESSIONS = {
 TARGETS = {
     "torch.ops.aten.linear.default": False,
     "torch.ops.higher_order.cond": False,
+    "torch.ops.aten.__and__.Tensor": False,
     "_operator.mul": False,
     "math.floor": False,
     "torch._sym_sqrt": False,
@@ -162,6 +162,13 @@ def test_what_hides_in_json_and_what_is_compiled_is_unsafe(tmp_path: Path) -> No
     contents = records(EXPORTED)
     hidden = contents[GRAPH].replace(b'"expr_str"', rb'"\u0065xpr_str"')
     assert json.loads(hidden) == json.loads(contents[GRAPH])
+    long = contents[GRAPH].replace(b'"expr_str": "', b'"expr_str": "' + b"1 + " * 2_000)
+    far = contents[GRAPH].replace(b'"expr_str": ', b'"expr_str"' + b" " * 99 + b": ")
+    padded = contents[GRAPH][:-1] + b" " * (3 << 20) + b"}"
+    for graph, runs in ((long, True), (far, True), (padded, False), (graph_with("expr_str", "breakpoint()"), True)):
+        for size in (0, 511 << 10, (512 << 10) - 5, 1 << 20):  # wherever it lies in the blocks that are read
+            path = written(tmp_path / "model.pt2", contents | {GRAPH: b" " * size + graph})
+            assert (ckptool.scan(path).files[0].state == "unsafe-global") is runs
     library = {"data/aotinductor/model/model.so": b"\x7fELF"}
     for change in ({GRAPH: hidden}, library):
         assert ckptool.scan(written(tmp_path / "model.pt2", contents | change)).files[0].state == "unsafe-global"
@@ -272,6 +279,7 @@ def test_a_package_has_the_tensors_that_torch_loads(kind: str, tmp_path: Path, m
         exporter.save_pickle("models", "model", {"net": saved, "epoch": 3})
         exporter.save_source_string("code.more", "raise SystemExit('was run')")
         exporter.save_text("texts", "words", "abc")
+        exporter.save_binary("binary", "no_pickle", b"\x80\x02abc")
     loaded = torch.package.PackageImporter(str(path)).load_pickle("models", "model")["net"]
     expected = loaded if kind == "state dict" else loaded.state_dict()
     checkpoint = read(path)
@@ -297,4 +305,15 @@ def test_a_package_without_code_or_pickles(tmp_path: Path) -> None:
     with torch.package.PackageExporter(str(path)) as exporter:
         exporter.save_text("texts", "words", "abc")
     with pytest.raises(Unsupported, match="without a pickle"):
+        read(path)
+
+
+def test_a_module_of_a_package_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    inner = (
+        b"(X\x0e\x00\x00\x00reduce_packageK\x00ctorch.jit._script\nunpackage_script_module\nX\x01\x00\x00\x000\x85tQ"
+    )
+    pickle = b"\x80\x02" + inner + b"."
+    scripts = {f".data/ts_code/0/{name}.pkl": pickle for name in ("data", "constants")}
+    path = written(tmp_path / "package.pt", {".data/extern_modules": b"torch", "models/model": pickle, **scripts})
+    with pytest.raises(CkptoolError, match="names no storage"):
         read(path)

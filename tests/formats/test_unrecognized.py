@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 
+import ckptool
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Truncated, Unsupported
 from ckptool.formats import read
 from ckptool.formats.unrecognized import OtherProgram
@@ -90,6 +92,15 @@ def test_the_data_of_a_data_set_is_told_by_the_index_beside_it(tmp_path: Path) -
     for name, what in ("openvino_model.xml", "OpenVINO"), ("upscaler.param", "ncnn"):
         (tmp_path / name).touch()
         unreadable(written(bytes([1, 200]) * 20, (tmp_path / name).with_suffix(".bin")), OtherProgram, what)
+
+
+def test_what_a_failed_save_leaves_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "step_200.pt"
+    with pytest.raises(AttributeError):  # torch closes the file as if it were whole
+        torch.save({"model": torch.ones(2), "hook": lambda: None}, path)
+    unreadable(path, Corrupt, "torch.save without a value", "cannot be pickled", "earlier checkpoint")
+    torch.save({"model": torch.ones(2)}, tmp_path / "step_100.pt")
+    assert ckptool.scan(tmp_path).latest_good == str(tmp_path / "step_100.pt")
 
 
 def test_random_starts_never_reach_a_traceback(tmp_path: Path) -> None:

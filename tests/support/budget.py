@@ -76,6 +76,11 @@ def command_meets_budget(*words: str | Path, characters: int = 2_000_000) -> Out
     return outcome
 
 
+def command_outcome(*words: str | Path) -> Outcome:
+    """The outcome of a command line, whatever it takes."""
+    return _ask([os.fspath(word) for word in words])
+
+
 # The server ----------------------------------------------------------------------------------------------------------
 
 

@@ -113,6 +113,10 @@ MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "one of two consolidated": (
         lambda f: saved_below(random_weights("tok_embeddings.weight"), f / "consolidated.01.pth"), "rank 1 of 2"),
     "megatron": (lambda f: megatron_folder(f) / "mp_rank_01" / "model_optim_rng.pt", "rank 1 of 2"),
+    "nanotron": (
+        lambda f: saved_below({"data": torch.ones(2)}, f / "model_weight_pp-rank-0-of-1_tp-rank-1-of-2.pt"),
+        "one file of nanotron's"),
+    "torchtune": (lambda f: saved_below(random_weights("a.weight"), f / "hf_model_0002_0.pt"), "shard 2 of 2"),
     "shard in its folder": (lambda f: sharded_folder(f) / "model-00002-of-00003.safetensors", "shard 2 of 3"),
     "shard without an index": (lone_shard, "shard 3 of 3"),
     "ungathered": (ungathered, "weights without values"),

@@ -29,6 +29,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, read_small
+from ckptool.checkpoint.graph import alike
 from ckptool.checkpoint.nodes import fields, items, same_kind
 from ckptool.commands import command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, Unsupported, counted, listed, printable
@@ -36,17 +37,22 @@ from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in, without_copies
 from ckptool.formats.layouts import zero
 from ckptool.formats.layouts.zero import StageFiles
+from ckptool.formats.marks import OTHER_TAGS
 from ckptool.formats.pieces import Joiner, Vector, agree, refuse_other
+from ckptool.formats.rank_trees import DIFFERENT, same_leaf
 
 NAME = "deepspeed"
 LATEST = ("latest", "latest_universal")
-OTHER_TAGS = "other-tags"  # of the note
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # copied beside every checkpoint
 UNIVERSAL = "zero"  # the folder that a universal one has
 MAX_TAG = 4_096  # bytes of the file `latest`
 _STATES = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(?:optim|model)_states\.pt")
 _TAG = re.compile(r"global_step\d+(?:_universal)?")
 _WEIGHT, _COMMON = "fp32", "optimizer_state.pt"
+# Of the model states: what describes the model, and is read.
+_OF_THE_MODEL = frozenset(
+    "module buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params optimizer".split()
+)
 COPIES, NO_OPTIMIZER, NO_BUFFERS = "copies-not-shown", "no-optimizer-files", "no-buffers"  # of the notes
 ZERO = "zero_optimizer_state"  # the key of what the optimizer's files hold beside the optimizer
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<mp>\d{1,7})_model_states\.pt")
@@ -143,6 +149,7 @@ class Tag:
 
     def __init__(self, folder: Folder) -> None:
         self.folder, self.joiner = folder, Joiner(folder)
+        self.unlike = set[str]()  # what ranks saved beside the model, as random states, and differs
         kinds = (_EXPERT, _OF_LAYERS, _OTHER)
         self.experts, self.layers, self.others = ([n for n in folder.names if kind.fullmatch(n)] for kind in kinds)
         ranked = [match for name in folder.names if (match := _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]
@@ -270,6 +277,7 @@ def _layers(tag: Tag) -> dict[Any, Any]:
         stage_facts = {"step": stage.states.get("global_steps"), "number of ranks": world}
         facts = facts or stage_facts
         refuse_other(tag.folder, (first.file, facts), (stage.file, stage_facts))
+        tag.unlike |= _unlike(first.states, stage.states)
         expected |= dict.fromkeys(n for n in items(stage.states.get("buffer_names")) if type(n) is str)
         parameters |= {name: shape for group in stage.groups for name, shape in group.items()}
     expected |= parameters
@@ -328,12 +336,17 @@ def _checkpoint(
         rank_facts |= {what: [[*g.items()] for g in first.shapes_in(saved, file, key)] for what, key in lists.items()}
         facts = facts or rank_facts
         refuse_other(tag.folder, (first.file, facts), (file, rank_facts))
+        tag.unlike |= _unlike(states, saved)
         module, rank_fragments = fields(saved.get("module")), fields(saved.get("frozen_param_fragments"))
         rank_buffers = {name: module.get(name) for name in items(saved.get("buffer_names")) if type(name) is str}
         for by_name, entries in ((fragments, rank_fragments), (buffers, rank_buffers)):
             for name, entry in entries.items():
                 if isinstance(entry, TensorEntry):
                     by_name.setdefault(name, []).append(Piece(entry, (0,) * len(entry.shape), f"rank {rank:,}"))
+    if tag.unlike:
+        what = counted(len(tag.unlike), "value differs", "values differ")
+        shown = listed(sorted(tag.unlike), 3)
+        tag.joiner.notes.append(Note(DIFFERENT, f"{what} between ranks, and the first rank's is used: {shown}"))
     for name, shape in frozen.items():
         pieces = fragments.get(name, [])
         if stage > 2 and 0 < len(pieces) < ranks:  # their places follow from the ranks
@@ -373,6 +386,12 @@ def _checkpoint(
     return tag.joiner.checkpoint(NAME, tree, engine, ranks, states.get("global_steps"))
 
 
+def _unlike(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    """The names of what differs in the model states of two ranks and does not describe the model."""
+    pairs = ((name, one.get(name), other.get(name)) for name in (one.keys() | other.keys()) - _OF_THE_MODEL)
+    return {str(name) for name, ours, theirs in pairs if not alike(ours, theirs, equal=same_leaf)}
+
+
 # A universal folder --------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +425,7 @@ def _universal(tag: Tag) -> Checkpoint:
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
     first_step: tuple[str, dict[str, Any]] | None = None
+    types: dict[str, tuple[str, Any]] = {}  # of what is kept for each parameter, with the first file that has it
     for number, shapes in enumerate(groups):
         for name, shape in shapes.items():
             slots: dict[str, Any] = {}  # its values by the names of their files, in its shape
@@ -416,6 +436,12 @@ def _universal(tag: Tag) -> Checkpoint:
                 if isinstance(value, TensorEntry) and len(value.shape) == 1 and value.numel == prod(shape):
                     value = value.reshape(shape)
                 slots[key := file.removesuffix(".pt")] = value
+                if not isinstance(value, TensorEntry) and (key != "step" or value is None):
+                    raise damaged(files, f"has no tensor in {file}")
+                dtype = value.dtype if isinstance(value, TensorEntry) else None
+                other, expected = types.setdefault(key, (f"{name}/{file}", dtype))
+                if dtype != expected:
+                    raise mixed(zero_folder, other, f"{name}/{file}", f"one is {expected}, the other {dtype}")
                 tag.joiner.untied += [f"{name}/{file}"] if key not in (_WEIGHT, "step") else []
             zero_folder.adopt(name, files)
             weight = slots.get(_WEIGHT)

@@ -26,6 +26,7 @@ from ckptool.errors import Conflict, Corrupt, Truncated, Unsupported, counted, l
 from ckptool.formats import dcp
 from ckptool.formats.dcp.tables import METADATA
 from ckptool.formats.folder import damaged
+from ckptool.formats.marks import OTHER_TAGS
 
 NAME = "megatron"
 BACKEND, COMMON = "metadata.json", "common.pt"
@@ -64,7 +65,13 @@ def read(source: Input) -> Checkpoint:
     if is_run(source):
         last = latest(source)
         checkpoint = formats.read_alone(last)
-        source.adopt(os.path.basename(last.path), last)
+        source.adopt(name := os.path.basename(last.path), last)
+        if others := [other for other in source.names if _ITERATION.fullmatch(other) and other != name]:
+            beside = (
+                f"{counted(len(others), 'other iteration is', 'other iterations are')} beside it: {listed(others, 3)}"
+            )
+            note = Note(OTHER_TAGS, f"{name} was read, as {TRACKER} says; {beside}")
+            checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
         return replace(checkpoint, source=source)
     backend = _backend(source)
     if not backend:

@@ -135,6 +135,9 @@ class Share:
         settings = [{k: v for k, v in fields(group).items() if type(v) in _PLAIN} for group in self.groups]
         self.facts = {"ZeRO stage": self.stage, "division over ranks": self.counts, "number of groups": len(weights)}
         self.facts |= {"learning rate or another setting": settings}
+        for key, value in self.extra.items():  # the loss scaler, which counts steps
+            numbers = value.items() if isinstance(value, dict) else [("", value)]
+            self.facts[key] = {name: number for name, number in numbers if type(number) in _PLAIN}
         if self.stage > 2:
             self.facts["length of vectors"] = [entry.shape[0] for entry in weights]
         for group in range(len(weights)):
