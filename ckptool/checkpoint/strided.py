@@ -46,7 +46,11 @@ def subrange(data: Data, offset: int, length: int) -> Data:
         return FileRange(data.file, data.offset + offset, length, data.confirm)
     if isinstance(data, InlineBytes):
         return InlineBytes(data.content[offset : offset + length])
-    return Computed(length, lambda start, n: data.read(offset + start, max(0, min(n, length - start))), data.inputs)
+    return Computed(length, partial(_read_within, data, offset, length), data.inputs)
+
+
+def _read_within(data: Data, offset: int, length: int, start: int, count: int) -> bytes:
+    return data.read(offset + start, max(0, min(count, length - start)))
 
 
 def row_major(entry: TensorEntry) -> Data:

@@ -83,8 +83,10 @@ _OF_A_COPY = re.compile(
 def plain_name(name: str) -> str:
     """The name in small letters, without what is added to that of a copy: `optimizer (1).pt` and `OPTIMIZER.PT` hold
     what `optimizer.pt` does."""
-    match = _OF_A_COPY.fullmatch(name.lower())
-    return match["stem"] + match["suffix"] if match else name.lower()
+    lowered = name.lower()
+    may_be = any(mark in lowered for mark in ("(", "copy", ".sync-"))  # of tens of thousands, as a rule none
+    match = _OF_A_COPY.fullmatch(lowered) if may_be else None
+    return match["stem"] + match["suffix"] if match else lowered
 
 
 # What programs call what they have not finished, or hide.

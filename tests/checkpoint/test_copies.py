@@ -15,6 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -74,6 +75,8 @@ def test_copies_read_the_same_and_close_nothing(suffix: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_entries_and_listings_cross_processes(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [str(written(suffix, tmp_path)) for suffix in (".pt", ".safetensors")]
+    numpy.savez_compressed(tmp_path / "small.npz", **{name: value.numpy() for name, value in STATE.items()})
+    paths.append(str(tmp_path / "small.npz"))
     with ProcessPoolExecutor(1, get_context(start)) as pool:
         for path in paths:
             there = pool.submit(values, dict(ckptool.open(path))).result()

@@ -641,6 +641,9 @@ class _Inflated:
     def __init__(self, record: Record, raw: FileRange) -> None:
         self.record, self.raw, self.threads = record, raw, threading.local()
 
+    def __reduce__(self) -> tuple[type, tuple[Record, FileRange]]:
+        return _Inflated, (self.record, self.raw)  # another process, and a copy, has places of its own
+
     def read(self, offset: int, length: int) -> bytes:
         at, rest, chunks = self.threads.__dict__.pop("place", (0, memoryview(b""), None))
         if chunks is None or offset < at:
