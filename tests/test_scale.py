@@ -73,6 +73,11 @@ def shapes(count: int, seed: int = 0) -> Tree:
     return {f"{'encoder' if seed else 'body'}.{i}.fc.weight": torch.zeros(i + 1 + seed) for i in range(count)}
 
 
+def renamed(count: int, seed: int = 0) -> Tree:
+    """Names that have nothing in common, for the same values; more than the tries of patterns would allow."""
+    return {f"{word(2 * i + seed)}.weight": torch.tensor([i / 7, 1.0]) for i in range(count)}
+
+
 def odd(count: int, seed: int = 0) -> Tree:
     return {f"{word(i)}.weight": (torch.ones(2) * i).to_sparse() for i in range(count)}
 
@@ -121,6 +126,7 @@ CASES: list[tuple[Make, int, list[str]]] = [
         "+ slim IN.pt -o OUT.pt", "+ strip-module IN.pt -o OUT.pt", "+ diff IN.pt OTHER.pt", "spec IN.pt -o OUT.json"]),
     (files(ties), 1_500, ["report IN.pt OTHER.pt -o OUT.html", "inspect IN.pt"]),
     (files(shapes), 400, ["+ translate --find IN.pt OTHER.pt -n -o OUT.yaml --json"]),
+    (files(renamed), 800, ["+ translate --find IN.pt OTHER.pt -o OUT.yaml"]),
     (files(odd), 1_000, ["+ cast IN.pt --dtype bf16 -o OUT.pt", "convert IN.pt -o OUT.safetensors"]),
     (files(history), 20_000, ["diff IN.pt OTHER.pt", "inspect IN.pt", "remap IN.pt --to cpu -o OUT.pt"]),
     (objects, 1_500, ["inspect IN.npz"]),
