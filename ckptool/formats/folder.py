@@ -83,8 +83,10 @@ _OF_A_COPY = re.compile(
 def plain_name(name: str) -> str:
     """The name in small letters, without what is added to that of a copy: `optimizer (1).pt` and `OPTIMIZER.PT` hold
     what `optimizer.pt` does."""
-    match = _OF_A_COPY.fullmatch(name.lower())
-    return match["stem"] + match["suffix"] if match else name.lower()
+    lowered = name.lower()
+    may_be = any(mark in lowered for mark in ("(", "copy", ".sync-"))  # of tens of thousands, as a rule none
+    match = _OF_A_COPY.fullmatch(lowered) if may_be else None
+    return match["stem"] + match["suffix"] if match else lowered
 
 
 # What programs call what they have not finished, or hide.
@@ -122,6 +124,11 @@ def names_in(folder: str) -> list[str]:
     except (OSError, ValueError):  # no file can have such a name
         return []
     return sorted(without_resource_forks(names))
+
+
+def is_in(folder: str, name: str) -> bool:
+    """True if a folder has something of this name; one at a URL is listed for it, others may be very long."""
+    return name in names_in(folder) if is_url(folder) else os.path.lexists(os.path.join(folder, name))
 
 
 def led_elsewhere(folder: str, names: Iterable[str]) -> dict[str, str]:

@@ -409,7 +409,8 @@ def _training_members(folder: Folder, *, beside: bool = False) -> MemberFiles | 
         others += [f"{match['stem']}_{n}{match['suffix']}" for n in range(1, min(int(match["number"]), MAX_MEMBERS))]
         missing += [name for name in others if name not in folder and name not in missing]
     # A Trainer saves all of these or, with save_only_model, none. DeepSpeed has the scheduler with its own optimizer.
-    if is_trainers and any(name.startswith(("rng_state", SCHEDULER)) for name in names):
+    by_trainer = not {STATE, "training_args.bin"}.isdisjoint(names)
+    if by_trainer and any(name.startswith(("rng_state", SCHEDULER)) for name in names):
         of_deepspeed = any(name.startswith("global_step") for name in sets)
         is_sharded = any(name.startswith("pytorch_model_fsdp_") for name in sets)
         if not of_deepspeed and not any(map(_OPTIMIZER.fullmatch, folder.names)):

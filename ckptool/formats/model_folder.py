@@ -24,7 +24,7 @@ from ckptool.commands import DIR, arg
 from ckptool.conventions.adapter_keys import DIFFUSERS_CONFIG
 from ckptool.errors import UsageError, listed, printable
 from ckptool.facts import dataclass, field
-from ckptool.formats.folder import led_elsewhere, names_in
+from ckptool.formats.folder import is_in, led_elsewhere, names_in
 
 CONFIG, PARAMS, ADAPTER = "config.json", "params.json", "adapter_config.json"
 MODULES = "modules.json"  # of sentence-transformers: its modules, in folders of their own
@@ -160,7 +160,7 @@ def _config_folders(model: Checkpoint) -> Iterator[str]:
 
 def config_beside(model: Checkpoint, *names: str) -> dict[str, Any] | None:
     """The first configuration of these names beside a checkpoint; None where there is none that can be read."""
-    configs = (_json(place, name) for place in _config_folders(model) for name in names if name in names_in(place))
+    configs = (_json(place, name) for place in _config_folders(model) for name in names if is_in(place, name))
     return next(filter(None, configs), None)
 
 
@@ -175,7 +175,7 @@ def left_adapter(model: Checkpoint, changed: Checkpoint, path: str) -> tuple[Not
     """A note where an adapter is written into one file, and only the configuration beside it says its alpha."""
     if DIFFUSERS_CONFIG in changed.metadata or "lora_alpha" not in (config_beside(model, ADAPTER) or {}):
         return ()
-    if not is_url(path) and ADAPTER in names_in(os.path.dirname(path) or os.curdir):
+    if not is_url(path) and is_in(os.path.dirname(path), ADAPTER):
         return ()
     return (Note("adapter", f"left out: {ADAPTER}, which has its alpha; -o DIR/ copies it, too"),)
 

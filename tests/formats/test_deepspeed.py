@@ -452,6 +452,7 @@ def test_a_pipeline_without_zero_keeps_the_optimizer_of_each_stage(tmp_path: Pat
     found = ckptool.open(folder)
     averages = [found["optimizer"][f"stage {n}"]["state"][0]["exp_avg"].numpy().tolist() for n in range(2)]
     assert averages == [[0, 0], [1, 1]] and found.metadata["ranks"] == 4
+    assert "layer_00-model_states.pt" in found.untied  # without masters to compare it with
 
 
 def test_settings_of_a_stage_that_are_its_own_stay_so(tmp_path: Path) -> None:

@@ -216,7 +216,8 @@ def read(folder: Folder) -> Checkpoint:
             optimizer = optimizers
         sizes = [stage.states.get("dp_world_size") for stage in stages.values()]  # only the first rank of each saves
         world = sum(size if type(size) is int and size > 0 else 1 for size in sizes)
-        return _checkpoint(tag, model, weights, optimizer, {}, 0, world, engine)
+        checkpoint = _checkpoint(tag, model, weights, optimizer, {}, 0, world, engine)
+        return replace(checkpoint, untied=(*tag.layers, *tag.experts))
     world = sum(len(stage.shares) for stage in stages.values())
     share = tag.first.shares[0]
     kind = 1 if is_pipeline else share.stage
