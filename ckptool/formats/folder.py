@@ -121,7 +121,7 @@ def names_in(folder: str) -> list[str]:
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False)]
-    except OSError:
+    except (OSError, ValueError):  # no file can have such a name
         return []
     return sorted(without_resource_forks(names))
 

@@ -431,13 +431,14 @@ def filled(target: Target, chosen: dict[str, Assignment], states: Mapping[str, A
             flags = base.flags if isinstance(base, TensorEntry) else NO_FLAGS
             tensor = tensor.with_flags(Flags(flags.requires_grad, flags.parameter, *tensor.flags.lazy))
         items[name] = same.setdefault((firsts[name], id(base)), tensor)
-    wrapped, attributes = {target.wrapper + name: value for name, value in items.items()}, None
-    if target.metadata is not None:
-        versions = {f"{target.wrapper}{path}".rstrip("."): facts for path, facts in target.metadata.items()}
-        attributes = {"_metadata": versions}
+    metadata, wrapper = target.metadata, target.wrapper
+    if wrapper:
+        items = {wrapper + name: value for name, value in items.items()}
+        metadata = metadata and {f"{wrapper}{path}".rstrip("."): facts for path, facts in metadata.items()}
+    attributes = {"_metadata": metadata} if metadata is not None else None
 
     def on_cpu(storage: Storage) -> Storage:
         return storage if storage.location == "cpu" else replace(storage, location="cpu")
 
-    state_dict: OrderedDict = map_storages(OrderedDict(wrapped, attributes), on_cpu)
+    state_dict: OrderedDict = map_storages(OrderedDict(items, attributes), on_cpu)
     return state_dict
