@@ -214,11 +214,11 @@ def test_paths_and_names_are_text(name: str) -> None:
     function = getattr(ckptool, name)
     parameters = inspect.signature(function).parameters
     kinds = {each.name: str(each.annotation) for each in parameters.values() if not each.kind.name.startswith("VAR_")}
-    needed = {
-        each.name: 1 if kinds[each.name] == "int" else "a"
-        for each in parameters.values()
-        if each.default is each.empty and each.name in kinds
-    }
+    needed: dict[str, Any] = {}
+    for each in parameters.values():
+        if each.default is each.empty and each.name in kinds:
+            words = re.search(r"Literal\['(\w+)'", kinds[each.name])
+            needed[each.name] = words[1] if words else 1 if kinds[each.name] == "int" else "a"
     for each, kind in kinds.items():
         for path in (Bytes(b"m.pt"), Bytes(3)):
             with pytest.raises(UsageError, match="was given"):

@@ -145,7 +145,7 @@ _ZIPS: tuple[tuple[str, type[CkptoolError], str, str, str], ...] = (
     (r"^MAR-INF/MANIFEST\.json$", Unsupported, "a TorchServe archive (.mar)", "", ""),
     (r"(?:^|/)model\.json$", Unsupported, "a model of torch 1.0's first script format (model.json)",
         "It holds no pickle to read.", "With torch: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt')"),
-    (r"^[^/\n]+/\.data/serialization_id$", Corrupt, "a file of torch.save without a value",
+    (r"\A(?![\s\S]*/data/)[\s\S]*^[^/\n]+/\.data/serialization_id$", Corrupt, "a file of torch.save without a value",
         "torch.save failed before it wrote any, as it does where an object cannot be pickled.",
         "Look at the error that it ended with, and save again, or take an earlier checkpoint."),
     *((pattern, NotACheckpoint, f"{what}, but not a PyTorch checkpoint", "", "") for pattern, what in (
