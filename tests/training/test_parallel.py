@@ -156,6 +156,7 @@ def test_processes_save_by_time_and_stop_early_at_the_same_step(tmp_path: Path, 
     ]
 
 
+@pytest.mark.long("two runs of two processes")
 def test_two_processes_train_two_models_and_several_precisions(tmp_path: Path) -> None:
     def trained(name: str, *changes: str, **sections: Any) -> Callable[[int], Any]:
         return lambda rank: run_to_end(tmp_path / name, "strategy=ddp", "train.steps=6", *changes, **sections)
