@@ -94,9 +94,10 @@ class Source:
     """A regular file that is open for reading. `size` is in bytes, as it was when the file was opened.
 
     begin: the byte where its contents begin, of an open file that stood there; code that reads `descriptor` adds it.
+    is_edited: this process is changing it, under a lock, behind all that is read here.
     """
 
-    __slots__ = ("__weakref__", "_descriptor", "_identity", "_path", "begin", "path", "size")
+    __slots__ = ("__weakref__", "_descriptor", "_identity", "_path", "begin", "is_edited", "path", "size")
     start = 0  # where its bytes begin in its `file`: see `Part`
     far = False  # every read is a request to another machine, and there is no descriptor
 
@@ -114,7 +115,7 @@ class Source:
         fd: a descriptor of a regular file that is open already, which this object closes; `path` only names it then.
         """
         self._descriptor: Descriptor | None = None
-        self.path, self.begin = os.fspath(path), begin
+        self.path, self.begin, self.is_edited = os.fspath(path), begin, False
         fd, kind, status = open_descriptor(self.path) if fd is None else (fd, "", os.fstat(fd))
         self._descriptor = Descriptor(fd)
         if kind == "a folder":
@@ -245,7 +246,7 @@ class Source:
             status = os.stat(self._path) if self._descriptor is None else os.fstat(self._descriptor)
         except OSError as error:
             raise self.changed() from error
-        if _identity(status) != self._identity:
+        if _identity(status) != self._identity and not self.is_edited:
             raise self.changed()
 
     def is_same(self, other: Source) -> bool:

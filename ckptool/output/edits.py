@@ -52,6 +52,7 @@ def append_in_place(
             if not source.is_of(os.fstat(fd)):
                 raise source.changed()
             check_space(plan.nbytes + len(plan.guard), path)
+            source.is_edited = True
             try:
                 os.ftruncate(fd, plan.keep)  # what an interrupted run left behind
                 places = range(plan.keep + plan.guard_every - len(plan.guard), end, plan.guard_every)
@@ -76,6 +77,7 @@ def append_in_place(
                     raise FileProblem(what, why, fix) from error
                 raise
     finally:
+        source.is_edited = False
         close(fd)
 
 

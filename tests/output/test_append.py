@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import ckptool
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.dtypes import by_name
@@ -98,6 +99,20 @@ def test_an_edit_appends_and_every_reader_sees_it(archive: str, size: int, tmp_p
     assert "superseded-pickle" not in codes(tmp_path / "compact.pt")
     assert_same_tree(read(path), read(tmp_path / "compact.pt"))
     assert_same_objects(load(tmp_path / "compact.pt", mmap=True), expected)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("archive", ARCHIVES)
+def test_new_values_are_computed_from_the_file_that_is_edited(archive: str, verify: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    weights = {"fc.weight": torch.randn(300, 200), "fc.bias": torch.randn(300)}
+    torch.save({"state_dict": weights}, tmp_path / "t.pt")
+    how = zipfile.ZIP_DEFLATED if "deflated" in archive else zipfile.ZIP_STORED
+    rezipped(tmp_path / "t.pt", path, how)
+    ckptool.cast(path, dtype="f16", in_place=True, verify=verify)
+    ckptool.edit(path, set={"epoch": 3}, in_place=True, verify=verify)
+    expected = {name: tensor.half() for name, tensor in weights.items()}
+    assert_same_objects(load(path), {"state_dict": expected, "epoch": 3})
 
 
 def test_the_bytes_added_are_few(tmp_path: Path) -> None:
