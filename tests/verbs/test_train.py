@@ -163,7 +163,8 @@ def test_progress_on_a_terminal_is_one_line_that_stays(typed: Typed, monkeypatch
     assert re.match("████████████████ step 20  [0-9.]+ steps/s  loss ", drawn[3])
     assert drawn[4].startswith(drawn[3].rstrip("…"))
     # The one that stays has the whole line, and what comes next begins another; before, there is room for a ^C.
-    assert [len(line) for line in drawn] == [57] * 4 + [61]
+    assert all(len(line) <= 57 for line in drawn[:4])  # a lower rate has fewer digits
+    assert drawn[4].endswith("\n") and len(drawn[3]) < len(drawn[4]) <= 61
 
 
 @pytest.mark.parametrize(
