@@ -156,9 +156,7 @@ def _files(source: Source, notes: list[Note]) -> Iterator[tuple[str, Readable]]:
         return
     archive = directory.read_archive(source)
     notes += archive.notes
-    for record in archive.records.values():
-        if not source.far:  # elsewhere each would be a request
-            record.confirm()
+    archive.confirm()
     if compressed := next((record for record in archive.records.values() if record.method and record.size), None):
         raise Unsupported(f"{source}: its {compressed} is compressed", "Files are read in place.", _unpack(source))
     for name, record in archive.records.items():

@@ -73,9 +73,8 @@ class _Program:
             if not name.startswith(folder) or name.endswith("/data.pkl"):
                 raise Ambiguous(f"{self.source} is a program of torch.export with a record of something else: {name}")
         self.records = {name.removeprefix(folder): record for name, record in archive.records.items()}
+        archive.confirm()
         for record in self.records.values():
-            if not self.source.file.far:  # elsewhere each would be a request
-                record.confirm()
             if record.method:
                 raise Unsupported(f"{self.source}: its {record} is compressed", "torch.export compresses none.")
         for name, content in {"archive_format": b"pt2", "byteorder": b"little"}.items() if folder else ():

@@ -35,9 +35,7 @@ def read(archive: Archive) -> Checkpoint:
     folder = next(name for name in records if name.endswith(f"/{MARK}")).removesuffix(MARK)
     if odd := [name for name in records if not name.startswith(folder) or name == f"{folder}data.pkl"]:
         raise Ambiguous(f"{source} is a package of torch.package with a record of something else: {odd[0]}")
-    for record in records.values():
-        if not source.file.far:  # elsewhere each would be a request
-            record.confirm()
+    archive.confirm()
     scripts = f"{folder}{MARK.partition('/')[0]}/ts_code/"
     program: Program | None = None
     modules = dict[str, Any]()

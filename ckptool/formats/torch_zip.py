@@ -40,6 +40,7 @@ MAX_SMALL = 1 << 16
 # Records of programs, and the formats that read them; packages may hold programs of TorchScript.
 _PROGRAMS = {"/.data/extern_modules": "torch_package", "/constants.pkl": "torchscript"}
 _PROGRAMS |= {"/archive_format": "torch_export", "serialized_exported_program.json": "torch_export"}
+_MARKS = tuple(_PROGRAMS)
 _SMALL = ("byteorder", ".storage_alignment", ".format_version", "version")
 
 
@@ -60,7 +61,7 @@ def read(source: Readable) -> Checkpoint:
     another kind of zip, and what `read_archive` and `decode` raise.
     """
     archive = directory.read_archive(source)
-    names = [name for name in archive.records if name.endswith(tuple(_PROGRAMS))] if isinstance(source, Source) else []
+    names = [name for name in archive.records if name.endswith(_MARKS)] if isinstance(source, Source) else []
     for mark, module in _PROGRAMS.items() if names else ():
         if any(name.endswith(mark) for name in names):
             return cast(Checkpoint, import_module(f"ckptool.formats.{module}").read(archive))

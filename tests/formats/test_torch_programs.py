@@ -20,26 +20,13 @@ from ckptool.checkpoint.tree import tensors
 from ckptool.errors import CkptoolError, Unsupported, UsageError
 from ckptool.formats import read
 from fixtures import make_export
+from fixtures.make import records
+from fixtures.make import write_torch_zip as written
 from tests.support.looped import looped
 
 HERE = Path(make_export.__file__).parent / "versions"
 EXPORTED, LOADED = HERE / "torch-2.13-export.pt2", HERE / "torch-2.13-export.pt"
 GRAPH, TABLE = "models/model.json", "data/weights/model_weights_config.json"
-
-
-def records(path: Path) -> dict[str, bytes]:
-    with zipfile.ZipFile(path) as archive:
-        return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
-
-
-def written(path: Path, contents: dict[str, bytes]) -> Path:
-    """A zip of these records as torch writes them."""
-    writer = torch._C.PyTorchFileWriter(str(path))
-    for name, data in contents.items():
-        if name not in (".data/version", ".data/serialization_id"):
-            writer.write_record(name, data, len(data))
-    writer.write_end_of_file()
-    return path
 
 
 def same_as_torch(entries: Any, expected: dict[str, Any]) -> None:
@@ -256,15 +243,6 @@ def test_exports_of_random_models(seed: int, tmp_path: Path) -> None:
 
 
 # Packages ------------------------------------------------------------------------------------------------------------
-
-
-class Scripted(nn.Module):
-    """A module with one of TorchScript inside, and a value beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(3, 2)
-        self.words = ["a", "b"]
 
 
 @pytest.mark.filterwarnings("ignore")

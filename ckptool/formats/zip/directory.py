@@ -113,6 +113,11 @@ class Archive:
     def by_offset(self) -> list[Record]:
         return sorted(self.records.values(), key=attrgetter("header"))
 
+    def confirm(self) -> None:
+        """Confirms each record, see `Record.confirm`; of a file elsewhere none, as each would be a request."""
+        for record in self.records.values() if not self.source.file.far else ():
+            record.confirm()
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class Record:
