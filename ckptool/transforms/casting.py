@@ -244,7 +244,7 @@ def cast_roots(
     Raises `NoMatch` for a pattern that matches nothing, `Conflict` where a storage is also seen by a tensor that is not
     cast, or as another type: both would change with it.
     """
-    keys = selected([key for root in roots for key in root.node if type(key) is str], only, exclude)
+    keys = selected([key for root in roots for key in root.names()], only, exclude)
     chosen: dict[int, TensorEntry] = {}
     slots: set[tuple[int, str]] = set()  # which entries of which dictionaries; one tensor may be in several
     names: dict[int, str] = {}

@@ -24,6 +24,7 @@ from ckptool.checkpoint.nodes import Object, fields
 from ckptool.checkpoint.paths import is_url, may_exist, named_urls
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
 from ckptool.commands import FILE, NAME, OUT, OUT_SAFETENSORS, VERBS, Command, Slot, arg, command, input_of
+from ckptool.conventions.optimizer_keys import nested
 from ckptool.conventions.state_dicts import MANY_STATE_DICTS, optimizers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, form, listed
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, replace, size
@@ -529,7 +530,7 @@ def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | 
     """Saves new keys and reports them.  clean: what to say where no key changes."""
     saved = change.save(renamed.checkpoint, changes=renamed.changed > 0)
     notes = []  # optimizers outside of the part that was changed call its parameters by their old names
-    for path, optimizer in optimizers(change.outside):
+    for path, optimizer in optimizers(nested(change.outside)):
         groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
         lists = [group[field] for group in groups for field in ("params", "param_names") if field in group]
         names = [name for group in (*lists, optimizer["state"]) if isinstance(group, (list, dict)) for name in group]

@@ -289,6 +289,26 @@ def test_torch_trains_on_as_if_nothing_had_happened(seed: int, tmp_path: Path) -
         assert torch.equal(turn[chain](old[one].detach()), new[other].detach()), (kind, one, other, chain)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_moments_of_two_models_with_the_same_names_and_lists_that_stay(named: bool, tmp_path: Path) -> None:
+    tree: dict[str, Any] = {"ema": {"shadow_params": []}}
+    models = {name: torch.nn.Sequential(torch.nn.Linear(2, size)) for name, size in (("generator", 3), ("critic", 1))}
+    for name, model in models.items():
+        optimizer = torch.optim.Adam(model.named_parameters() if named else model.parameters())
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+        tree |= {name: model.state_dict(), f"optimizer_{name}": optimizer.state_dict()}
+        tree["ema"]["shadow_params"] += [parameter.detach().clone() for parameter in model.parameters()][:2]
+    del tree["ema"]["shadow_params"][2:]
+    torch.save(tree, tmp_path / "in.pt")
+    done = ckptool.translate(tmp_path / "in.pt", "0.weight => w : transpose", tmp_path / "out.pt", rest="keep")
+    after = torch.load(tmp_path / "out.pt")
+    for name in models:
+        old, new = (side[f"optimizer_{name}"]["state"][0]["exp_avg"] for side in (tree, after))
+        assert torch.equal(old.T, new)
+    assert done.facts["lists"] == ["ema/shadow_params"] and any("ema/shadow_params" in line for line in done.details)
+
+
 @pytest.mark.parametrize(
     ("state", "rule", "message"),
     [
