@@ -13,6 +13,8 @@ from typing import Any
 from ckptool.checkpoint import TensorEntry
 from ckptool.errors import Corrupt
 
+# What torch's optimizers keep of a parameter in one number, whatever shape that has (torch/optim/{adam,nadam,asgd}.py).
+NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 _GROUPS = "param_groups."
 _SMALL = 1 << 10  # bytes of an option that is a tensor, as a learning rate may be
 MAX_PLACES = 16  # prefixes of flattened optimizers in one dictionary

@@ -135,11 +135,11 @@ def droppable(tree: Any, path: Path) -> Path:
 
 
 def mappings(node: Any) -> list[dict[Any, Any]]:
-    """The dictionaries whose entries are right below a node: the node itself, or an object's items and attributes."""
-    if not isinstance(node, Object):
-        return [node] if isinstance(node, dict) else []
-    states = node.state if isinstance(node.state, tuple) else (node.state,)
-    return [mapping for mapping in (node.items, *states) if isinstance(mapping, dict)]
+    """The dictionaries whose entries are right below a node: the node itself, or its items and attributes."""
+    parts: tuple[Any, ...] = (node, getattr(node, "attributes", None))
+    if isinstance(node, Object):
+        parts = (node.items, *(node.state if isinstance(node.state, tuple) else (node.state,)))
+    return [mapping for mapping in parts if isinstance(mapping, dict)]
 
 
 def lost_views(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:

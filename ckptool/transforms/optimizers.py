@@ -20,7 +20,7 @@ from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.tree import address, holders, replaced_at
 from ckptool.commands import OUT, arg, command
-from ckptool.conventions.optimizer_keys import flattened, nested, with_numbers
+from ckptool.conventions.optimizer_keys import NUMBERS, flattened, nested, with_numbers
 from ckptool.conventions.state_dicts import find_state_dicts, optimizers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
@@ -199,9 +199,9 @@ class Slots:
         """
         self._refuse_shared()
         remaining = [list(reversed(group["params"])) for group in self.groups]
-        # A slot without tensors fits every shape; the step, a number, says nothing.
+        # A slot without tensors fits every shape; a number says nothing.
         shapes = {
-            slot: [value.shape for key, value in state.items() if isinstance(value, TensorEntry) and key != "step"]
+            slot: [value.shape for key, value in state.items() if isinstance(value, TensorEntry) and key not in NUMBERS]
             for slot, state in self.tree["state"].items()
             if isinstance(state, dict)
         }

@@ -10,13 +10,13 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.strided import apart, row_major
-from ckptool.checkpoint.tree import Path, address, item_at, map_storages, rebuild, storages, stored_parts, walk
+from ckptool.checkpoint.tree import Path, address, map_storages, storages, stored_parts, walk
 from ckptool.commands import arg
 from ckptool.conventions.state_dicts import find_state_dicts, optimizers
 from ckptool.errors import UsageError
 from ckptool.transforms.bundles import equal
+from ckptool.transforms.edit import without_entries
 
 # A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) go on
 # counting separately.
@@ -30,16 +30,8 @@ def without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
         what = f"{address(base) or 'the whole file'} is optimizer state"
         fix = f"Drop only unused bytes: {arg(keep_optimizer=True)}"
         raise UsageError(what, "Without it nothing would be left.", fix)
-    replaced: dict[int, Any] = {}
-    for place in dict.fromkeys(path[:-1] for path in paths):
-        parent = item_at(tree, place)
-        if isinstance(parent, dict):
-            remaining = {key: value for key, value in parent.items() if (*place, key) not in paths}
-            replaced[id(parent)] = same_kind(parent, remaining)
-        else:
-            items = (value for index, value in enumerate(parent) if (*place, index) not in paths)
-            replaced[id(parent)] = type(parent)(items)
-    return (rebuild(tree, replaced=replaced) if replaced else tree), tuple(address(base + path) for path in paths)
+    lean = without_entries(tree, lambda _, path: path in paths)[0] if paths else tree
+    return lean, tuple(address(base + path) for path in paths)
 
 
 # Waste behind views --------------------------------------------------------------------------------------------------

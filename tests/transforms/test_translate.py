@@ -227,6 +227,68 @@ def test_moments_move_with_the_weights_and_are_not_changed(seed: int, tmp_path: 
             assert torch.equal(state[number][field], wanted)
 
 
+OPTIMIZERS: dict[str, Any] = {
+    "Adam": {},
+    "AdamW": {"amsgrad": True},
+    "NAdam": {},
+    "ASGD": {},
+    "SGD": {"momentum": 0.9},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "Rprop": {},
+}
+SHAPES = {(): ["", "unsqueeze 0"], (1,): ["", "unsqueeze 1"], (2, 3): ["", "transpose"], (3, 3): ["", "transpose"]}
+
+
+@looped("seed", range(40))
+def test_torch_trains_on_as_if_nothing_had_happened(seed: int, tmp_path: Path) -> None:
+    """Parameters in an order of their own, in groups, some without dimensions: after the same code has made optimizer
+    and model with the new names, one more step gives the same weights, turned."""
+    rng = random.Random(seed)
+    names, shapes = [f"p{n}" for n in range(6)], rng.choices([*SHAPES], k=6)
+    new_names = rng.sample(names, k=6) if seed % 2 else [f"q{n}" for n in range(6)]
+    chains = [rng.choice(SHAPES[shape]) for shape in shapes]
+    turn: dict[str, Any] = {
+        "": lambda tensor: tensor,
+        "unsqueeze 0": lambda tensor: tensor[None],
+        "unsqueeze 1": lambda tensor: tensor[:, None],
+        "transpose": lambda tensor: tensor.T,
+    }
+    named = bool(rng.randrange(3))
+    order, cut = rng.sample(range(6), k=6) if named else [*range(6)], rng.randint(1, 5)
+    kind = rng.choice([*OPTIMIZERS])
+
+    def optimizer_of(weights: dict[str, Tensor], keys: list[str]) -> torch.optim.Optimizer:
+        chosen: list[Any] = [(keys[n], weights[keys[n]]) if named else weights[keys[n]] for n in order]
+        made = getattr(torch.optim, kind)
+        return made([{"params": chosen[:cut]}, {"params": chosen[cut:]}], **OPTIMIZERS[kind])
+
+    def step(weights: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+        for number, weight in enumerate(weights.values()):
+            weight.grad = weight.detach() * (number + 1)
+        optimizer.step()
+
+    old = {name: torch.randn(shape).requires_grad_() for name, shape in zip(names, shapes, strict=True)}
+    optimizer = optimizer_of(old, names)
+    step(old, optimizer)
+    step(old, optimizer)
+    torch.save({"model": old, "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+    sides = zip(names, new_names, chains, strict=True)
+    rules = [f"{one} => {other}{f' : {chain}' if chain else ''}" for one, other, chain in sides]
+    try:
+        ckptool.translate(tmp_path / "in.pt", rules, tmp_path / "out.pt")
+    except Conflict as error:
+        assert "it is unclear which slots" in str(error) and not named
+        return
+    after = torch.load(tmp_path / "out.pt")
+    new = {name: after["model"][name].detach().clone().requires_grad_() for name in new_names}
+    continued = optimizer_of(new, new_names)
+    continued.load_state_dict(after["optimizer"])
+    step(old, optimizer)
+    step(new, continued)
+    for one, other, chain in zip(names, new_names, chains, strict=True):
+        assert torch.equal(turn[chain](old[one].detach()), new[other].detach()), (kind, one, other, chain)
+
+
 @pytest.mark.parametrize(
     ("state", "rule", "message"),
     [

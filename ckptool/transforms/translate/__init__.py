@@ -16,7 +16,7 @@ from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.tree import address, rebuild
 from ckptool.commands import arg
-from ckptool.conventions.optimizer_keys import nested
+from ckptool.conventions.optimizer_keys import NUMBERS, nested
 from ckptool.conventions.state_dicts import StateDict, optimizers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.names.rules import Rule, Translation
@@ -242,11 +242,14 @@ def _translated_optimizer(
     beside = {slot: value for slot, value in optimizer["state"].items() if slot not in keys}
     state = {name: by_name[name] for name in root.kept if name in by_name}
     renamed = {name: [name] for name in root.kept} | {name: [] for name in (*root.dropped, *root.unfilled)}
+    places = {slot: number for number, slot in enumerate(slots.slots)}  # by which torch knows them, not by name
+    order = dict(places)
     for step in root.steps:
         renamed |= dict.fromkeys(step.keys, step.outputs)
         first = next((key for key in step.keys if key in keys), None)
         if first is None:
             continue
+        order |= dict.fromkeys(step.outputs, places[first])
         if lacking := [key for key in step.keys if (key in by_name) != (first in by_name) or key not in keys]:
             what = f"{place} has state for {first} and none for {lacking[0]}"
             raise Conflict(what, "They become one parameter; half of its moments would be made up.", WITHOUT)
@@ -254,18 +257,16 @@ def _translated_optimizer(
     for key in keys:
         if renamed.setdefault(key, [key]) == [key] and key in by_name:
             state.setdefault(key, by_name[key])
-    order = {name: number for number, name in enumerate(root.items)}
     groups = []
     for group in slots.groups:
         new = dict.fromkeys(name for slot in group["params"] for name in renamed[slot])
-        groups.append({**group, "params": sorted(new, key=lambda name: order.get(name, len(order)))})
+        groups.append({**group, "params": sorted(new, key=order.__getitem__)})
     members = [name for group in groups for name in group["params"]]
     if len(set(members)) != len(members):
         repeated = next(name for name in members if members.count(name) > 1)
         what = f"{place}: {repeated} is made of parameters of two groups"
         raise Conflict(what, "It could be in only one of them.", WITHOUT)
-    if not is_named:
-        state = {name: state[name] for name in members if name in state}
+    state = {name: state[name] for name in members if name in state}
     state_dict = {**optimizer, "state": {**state, **beside}, "param_groups": groups}
     return state_dict if is_named else Slots(state_dict, place).numbered()
 
@@ -283,7 +284,7 @@ def _step_slots(step: Step, state: Mapping[str, Any], root: TranslatedRoot, plac
     new_slots: dict[str, dict[Any, Any]] = {name: {} for name in step.outputs}
     for field in slots[0]:
         values = [slot[field] for slot in slots]
-        if all(
+        if field not in NUMBERS and all(
             isinstance(value, TensorEntry) and value.shape == shape
             for value, shape in zip(values, step.shapes, strict=True)
         ):
