@@ -180,8 +180,8 @@ def lost_tensors(before: Any, after: Any) -> Lost:
     storages = {view[0] for view in kept_views}
 
     @cache  # calls may share what they hold
-    def holding(kept: bool) -> set[int]:
-        return above(before, lambda part: any((view in kept_views) is kept for view in _views(part)))
+    def holding(is_kept: bool) -> set[int]:
+        return above(before, lambda part: any((view in kept_views) is is_kept for view in _views(part)))
 
     lost: Lost = []
     covered: set[Path] = set()
