@@ -141,6 +141,10 @@ def translate(
         leftovers = left_behind(original, names, exported.checkpoint.tree, chosen=change.named)
         changed, notes = replace(exported.checkpoint, base=()), exported.notes
         behind = [*([remark] if remark else []), *leftovers.lines]
+    else:
+        notes = (
+            *change.left_outside({key for _, root in outcome.roots for s in root.steps for key in s.keys}, moved=True),
+        )
     if shards:
         changed = divided(replace(changed, origin=None), shard_size, beside.stem)
     written = change.write(original, changed, beside=beside) if weights_alone else change.save(changed, beside=beside)

@@ -259,6 +259,10 @@ def _translated_optimizer(
 
     root = max(roots, key=fit)
     by_name = {slot: value for slot, value in optimizer["state"].items() if slot in keys}
+    unknown = [name for name in by_name if name not in root.scope.node]
+    if unknown and any(step.rule.chain for step in root.steps):
+        what = f"{place} has state for {listed(unknown, 3)}, which no weights are called"
+        raise Conflict(what, "It is unknown which of its moments the rules are for.", WITHOUT)
     beside = {slot: value for slot, value in optimizer["state"].items() if slot not in keys}
     state = {name: by_name[name] for name in root.kept if name in by_name}
     renamed = {name: [name] for name in root.kept} | {name: [] for name in (*root.dropped, *root.unfilled)}
