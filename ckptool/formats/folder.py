@@ -226,8 +226,8 @@ def mixed(where: object, one: str, other: str, what: str) -> Conflict:
 
 def another_run(where: object, what: str) -> Conflict:
     """The error for what the files of all ranks should agree on, and do not."""
-    why = "A file was renamed or changed, or comes from another step or run."
-    return Conflict(f"{where}: {what}", why, "Copy the files of all ranks again, each under its own name.")
+    why = "A file is missing, was renamed or changed, or comes from another step or run."
+    return Conflict(f"{where}: {what}", why, "Copy all of the files again, each under its own name.")
 
 
 def damaged(where: object, what: str) -> Corrupt:

@@ -17,10 +17,10 @@ from typing import Any
 from ckptool.checkpoint import Composite, Flags, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.nodes import Global, Object, brief, fields, inside, items
-from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted
+from ckptool.errors import LimitExceeded, Unsupported, counted
 from ckptool.facts import dataclass, field, replace
-from ckptool.formats.boxes import MAX_DIMENSIONS, Box, Piece, sizes_of
 from ckptool.formats.folder import another_run, damaged
+from ckptool.formats.pieces import MAX_DIMENSIONS, Box, Piece, sizes_of
 
 MAX_MESH = 1 << 20  # ranks
 MAX_RUNS = 1_024  # of a rank's part of a tensor along one dimension; 4 times as many in all
@@ -256,16 +256,13 @@ class RankFile:
     def _read_mesh(self, name: str, facts: dict[Any, Any]) -> Mesh:
         grid, table = facts.get("mesh"), _rank_table(facts)
         if _size_of(table) > MAX_MESH:
-            what = f"{self.path}: the mesh of {name} has more than {MAX_MESH:,} ranks"
-            raise LimitExceeded(what, "ckptool supports no larger ones.")
+            raise LimitExceeded(f"{self.path}: the mesh of {name} has more than {MAX_MESH:,} ranks")
         ranks = tuple(table.numpy().reshape(-1).tolist() if isinstance(table, TensorEntry) else items(table))
         if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
             raise damaged(self.path, f"{name} has a mesh without a table of ranks")
         if max(ranks) >= self.world:
             files = counted(self.world, "rank")
-            what = f"{self.path}: {name} is on a mesh with a rank {max(ranks):,}; there are files of {files}"
-            why = "Files of ranks are missing, or this one is from another run."
-            raise Conflict(what, why, "Copy the files of all ranks from one run.")
+            raise another_run(self.path, f"{name} is on a mesh with a rank {max(ranks):,}; there are files of {files}")
         if self.rank not in ranks or facts.get("_rank", self.rank) != self.rank:
             raise another_run(self.path, f"{name} was saved by rank {brief(facts.get('_rank'))} of its mesh")
         axes = row_major_axes(grid.shape) if isinstance(grid, TensorEntry) else _layout_axes(facts.get("_layout"))

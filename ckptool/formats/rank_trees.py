@@ -14,14 +14,15 @@ from ckptool.checkpoint import Composite, Note, TensorEntry
 from ckptool.checkpoint.graph import alike, visit
 from ckptool.checkpoint.nodes import Global, same_kind
 from ckptool.checkpoint.tree import Path, address
-from ckptool.errors import LimitExceeded, Unsupported, counted, form, listed
-from ckptool.formats.boxes import Piece
+from ckptool.errors import LimitExceeded, Unsupported, form, listed
 from ckptool.formats.folder import another_run
-from ckptool.formats.pieces import DIVIDED, STEPS, Joiner
+from ckptool.formats.marks import noted
+from ckptool.formats.pieces import DIVIDED, STEPS, Joiner, Piece
 from ckptool.formats.placements import RankFile, RankShare, distributed
 
 Described = Callable[[RankFile, Path, TensorEntry], RankShare | None]
 DIFFERENT, NOT_JOINED = "ranks-differ", "not-joined"  # of the notes
+UNLIKE = "value differs", "values differ", "between ranks, and the first rank's is used"
 MAX_DEPTH = 200
 _HOLDERS = (dict, list, tuple, TensorEntry, Composite)
 
@@ -49,9 +50,9 @@ def joined_trees(
     for path, (entry, _) in walk.differing.items():
         if str(path[-1]).rpartition(".")[2] in STEPS and entry.numel == 1:
             raise another_run(joiner.where, f"{address(path)} is one step on some ranks and another on others")
-    if apart and not walk.distributed and (unlike := [*map(address, walk.differing), *walk.unequal]):
+    if apart and not walk.distributed and (places := [*map(address, walk.differing), *walk.unequal]):
         joiner.different = different
-        what = f"{listed(unlike, 2)} {form(len(unlike), 'is', 'are')} not the same on all ranks"
+        what = f"{listed(places, 2)} {form(len(places), 'is', 'are')} not the same on all ranks"
         joiner.notes.append(Note(NOT_JOINED, f"{name} is not joined: {what}, so it holds what each rank saved"))
         return {f"rank {file.rank}": tree for file, tree in zip(files, trees, strict=True)}
     differing = [] if walk.distributed else list(walk.differing.values())  # they may be parts of larger ones
@@ -68,10 +69,8 @@ def joined_trees(
         if str(path[-1]).rpartition(".")[2] in DIVIDED or entry.flags.requires_grad or what.endswith(")"):
             what += " differs between ranks, is not sharded, and looks like a weight"
             raise another_run(joiner.where, what)
-    if walk.unequal:
-        shown = [f"{place} (unlike {listed(files, 2)})" for place, files in walk.unequal.items()]
-        what = counted(len(shown), "value differs", "values differ")
-        joiner.notes.append(Note(DIFFERENT, f"{what} between ranks, and the first rank's is used: {listed(shown, 3)}"))
+    unlike = (f"{place} (unlike {listed(files, 2)})" for place, files in walk.unequal.items())
+    joiner.notes += noted(DIFFERENT, unlike, *UNLIKE)
     return tree
 
 

@@ -129,4 +129,4 @@ def test_files_of_ranks_by_any_name_are_joined_where_their_tensors_say_how(name:
         assert name.format(2) in str(refused("corrupt", tmp_path, lambda: ckptool.open(folder)))
     (folder / name.format(3)).unlink()
     (folder / name.format(1)).unlink()
-    assert "Files of ranks are missing" in str(refused("conflict", folder, lambda: ckptool.open(folder)))
+    assert "A file is missing" in str(refused("conflict", folder, lambda: ckptool.open(folder)))

@@ -15,13 +15,14 @@ from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
 from ckptool.checkpoint.files import Folder, Input, Source, size_at
 from ckptool.checkpoint.graph import MAX_DEPTH
 from ckptool.commands import command, other_program
-from ckptool.errors import CkptoolError, LimitExceeded, OnlyAPart, Truncated, counted, listed
+from ckptool.errors import CkptoolError, LimitExceeded, OnlyAPart, Truncated, counted
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.payloads import Payloads
 from ckptool.formats.dcp.save_plan import write as write
 from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, RANK_FILE, Tables, owner_of, table_names
 from ckptool.formats.dcp.tree_pickle import with_optimizers
 from ckptool.formats.folder import mixed, number_in
+from ckptool.formats.marks import noted
 from ckptool.formats.pieces import Joiner
 
 NAME = "dcp"
@@ -93,16 +94,14 @@ def read(source: Input) -> Checkpoint:
             notes.append(Note("flat-names", what))
         notes += restored
     notes += joiner.notes_of_replicas()
-    if tables.unused:
-        what = f"{counted(len(tables.unused), 'name has', 'names have')} data that no tensor uses"
-        notes.append(Note("unused-record", f"{what}: {listed(sorted(tables.unused), 3)}"))
+    notes += noted("unused-record", sorted(tables.unused), "name has", "names have", "data that no tensor uses")
     ends = (SUFFIX, METADATA, METADATA + ".tmp")
     used = {*tables.files, *names}
     strays = [name for name in folder.names if name.endswith(ends) and name not in used]
-    if stale := [name for name in strays if size_at(os.path.join(folder.path, name))[0]]:  # an empty one has no values
-        whose = METADATA if METADATA in names else "the ranks' tables"
-        what = f"{counted(len(stale), 'file is', 'files are')} used by no value in {whose}"
-        notes.append(Note("stale-shards", f"{what}, perhaps left over from another run: {listed(stale, 3)}"))
+    stale = (name for name in strays if size_at(os.path.join(folder.path, name))[0])  # an empty one has no values
+    whose = METADATA if METADATA in names else "the ranks' tables"
+    about = f"used by no value in {whose}, perhaps left over from another run"
+    notes += noted("stale-shards", stale, "file is", "files are", about)
     part = None
     if any(name.rpartition(".")[2].startswith("_flat_param") for name in tables.values):  # whole as the vector may be
         meaning = "FSDP1 saved it with LOCAL_STATE_DICT: _flat_param has the parameters of all ranks in one vector, "

@@ -19,11 +19,11 @@ from ckptool.checkpoint.dtypes import BY_TORCH, DType
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Global, Object
 from ckptool.commands import other_program
-from ckptool.errors import Ambiguous, Conflict, Corrupt, LimitExceeded, NotACheckpoint, counted
+from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, NotACheckpoint, counted
 from ckptool.facts import dataclass, field
-from ckptool.formats.boxes import Box, sizes_of
-from ckptool.formats.folder import lacks, missing_ranks
+from ckptool.formats.folder import another_run, lacks, missing_ranks
 from ckptool.formats.nested_streams import BUILDERS
+from ckptool.formats.pieces import Box, sizes_of
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.decode import decode, no_storage
 from ckptool.pickles.torch_objects import TakesState
@@ -235,8 +235,7 @@ class Tables:
                 raise self.damaged(f"has an entry {number:,} without a place", name)
             of_name = places.setdefault(index.fqn, {})
             if offsets in of_name:
-                what = f"{self.folder}: its {name} has two places for {index.fqn}"
-                raise Ambiguous(what, "Readers disagree about which one counts.")
+                raise Ambiguous(f"{self.folder}: its {name} has two places for {index.fqn}")
             of_name[offsets] = place
         table.clear()
         files = {place.relative_path for of_name in places.values() for place in of_name.values()}
@@ -271,8 +270,7 @@ class Tables:
             raise self.damaged(f"describes {name} as {_class_name(row) or type(row).__name__}", table)
         saved = self.values.setdefault(name, value)
         if (saved.shape, saved.dtype) != (value.shape, value.dtype):
-            what = f"{self.folder}: {name} is {saved} in one of its tables, but {value} in {table}"
-            raise Conflict(what, "The tables come from two checkpoints.", "Copy the folder again, or take another one.")
+            raise another_run(self.folder, f"{name} is {saved} in one of its tables, but {value} in {table}")
         seen: set[Box] = set()
         for block in blocks if isinstance(blocks, list) else [None]:
             box = (block.offsets, block.sizes) if isinstance(block, _Block) else (None, None)

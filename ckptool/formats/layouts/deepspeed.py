@@ -33,13 +33,12 @@ from ckptool.checkpoint.graph import alike
 from ckptool.checkpoint.nodes import fields, items, same_kind
 from ckptool.commands import command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, Unsupported, counted, listed, printable
-from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in, without_copies
 from ckptool.formats.layouts import zero
 from ckptool.formats.layouts.zero import StageFiles
-from ckptool.formats.marks import OTHER_TAGS
-from ckptool.formats.pieces import Joiner, Vector, agree, refuse_other
-from ckptool.formats.rank_trees import DIFFERENT, same_leaf
+from ckptool.formats.marks import OTHER_TAGS, noted
+from ckptool.formats.pieces import Joiner, Piece, Vector, agree, refuse_other
+from ckptool.formats.rank_trees import DIFFERENT, UNLIKE, same_leaf
 
 NAME = "deepspeed"
 LATEST = ("latest", "latest_universal")
@@ -301,8 +300,7 @@ def _layers(tag: Tag) -> dict[Any, Any]:
         is_tied = number == "tied_modules" and (rest.partition(".")[2], shape) in of_layers
         if name not in values and (number.isdecimal() or number == "tied_modules") and not is_tied:
             file = f"layer_{number:0>2}-model_states.pt" if number.isdecimal() else "a layer's file"
-            what = f"{tag.folder} lacks {name}, which the ranks' files name"
-            raise Corrupt(what, f"It belongs in {file}, which is missing or another run's.", "Copy all files.")
+            raise lacks(tag.folder, f"{name}, which the ranks' files name and which belongs in {file}")
     return values
 
 
@@ -344,10 +342,7 @@ def _checkpoint(
             for name, entry in entries.items():
                 if isinstance(entry, TensorEntry):
                     by_name.setdefault(name, []).append(Piece(entry, (0,) * len(entry.shape), f"rank {rank:,}"))
-    if tag.unlike:
-        what = counted(len(tag.unlike), "value differs", "values differ")
-        shown = listed(sorted(tag.unlike), 3)
-        tag.joiner.notes.append(Note(DIFFERENT, f"{what} between ranks, and the first rank's is used: {shown}"))
+    tag.joiner.notes += noted(DIFFERENT, sorted(tag.unlike), *UNLIKE)
     for name, shape in frozen.items():
         pieces = fragments.get(name, [])
         if stage > 2 and 0 < len(pieces) < ranks:  # their places follow from the ranks
@@ -374,9 +369,8 @@ def _checkpoint(
     module = same_kind(model, {**model, **values})
     empty = [str(n) for n, v in model.items() if isinstance(v, TensorEntry) and v.shape == (0,) and n not in values]
     if empty and (stage > 2 or any("zero_pp_rank" in name for name in first.models.values())):
-        what = f"{tag.folder} has no values of {counted(len(empty), 'weight')}: {listed(empty, 3)}"
-        why = "ZeRO stage 3 keeps them in the *_optim_states.pt files, which are missing or do not name them."
-        raise Corrupt(what, why, f"See what is in it: {other_program('ls', tag.folder.path)}")
+        what = f"the values of {counted(len(empty), 'weight')}, which stage 3 of ZeRO keeps in *_optim_states.pt files"
+        raise lacks(tag.folder, what, empty)
     joined: dict[str, Any] = {"module": module}
     joined |= {} if optimizer is None else {"optimizer": optimizer}
     joined |= {ZERO: extra} if extra else {}

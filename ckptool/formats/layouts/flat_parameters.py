@@ -19,8 +19,8 @@ from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.commands import arg
 from ckptool.errors import Conflict, Unsupported, counted, listed
-from ckptool.formats.boxes import Piece, overlap
 from ckptool.formats.layouts.rank_files import NAME, RankSets, is_flat_parameter
+from ckptool.formats.pieces import Piece, overlap
 from ckptool.formats.placements import distributed
 
 MODEL = "model"

@@ -22,11 +22,11 @@ from ckptool.checkpoint.files import Folder, Input, json_or_none, read_small
 from ckptool.checkpoint.nodes import fields
 from ckptool.checkpoint.paths import absolute
 from ckptool.commands import command
-from ckptool.errors import Conflict, Corrupt, Truncated, Unsupported, counted, listed
+from ckptool.errors import Corrupt, Truncated, Unsupported, counted, listed
 from ckptool.formats import dcp
 from ckptool.formats.dcp.tables import METADATA
-from ckptool.formats.folder import damaged
-from ckptool.formats.marks import OTHER_TAGS
+from ckptool.formats.folder import another_run, damaged
+from ckptool.formats.marks import OTHER_TAGS, noted
 
 NAME = "megatron"
 BACKEND, COMMON = "metadata.json", "common.pt"
@@ -93,9 +93,8 @@ def read(source: Input) -> Checkpoint:
         raise damaged(source, f"{COMMON} is not a dictionary")
     tree = _sorted_by_kind(checkpoint.tree, common.tree)
     notes = [note for note in (*checkpoint.notes, *common.notes) if note.code != "flat-names"]  # as in the model
-    if collisions := _fill(tree, common.tree):
-        what = f"{counted(len(collisions), 'entry is', 'entries are')} in {COMMON} and in the ranks' files"
-        notes.append(Note(COLLIDES, f"{what}, whose value is used: {listed(collisions, 3)}"))
+    about = f"in {COMMON} and in the ranks' files, whose value is used"
+    notes += noted(COLLIDES, _fill(tree, common.tree), "entry is", "entries are", about)
     _name_parameters(tree.get("optimizer"))
     ranks = {match[1] for name in source.names if (match := _RANK_FILE.fullmatch(name))}
     facts = {"engine": "Megatron-Core, torch_dist", "ranks": len(ranks)} | step_of(source, common.tree.get("iteration"))
@@ -137,8 +136,7 @@ def step_of(folder: Folder, iteration: Any) -> dict[str, int]:
     if type(iteration) is not int:
         return {"step": int(match[1])} if match and match[1] else {}
     if match and match[1] and int(match[1]) != iteration:
-        what = f"{folder}: its files are of iteration {iteration:,}, the folder of {int(match[1]):,}"
-        raise Conflict(what, "The folder mixes files of two checkpoints.", "Copy all files of one iteration again.")
+        raise another_run(folder, f"its files are of iteration {iteration:,}, the folder of {int(match[1]):,}")
     return {"step": iteration}
 
 

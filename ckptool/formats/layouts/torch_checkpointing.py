@@ -15,16 +15,16 @@ from contextlib import suppress
 from math import prod
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Note, TensorEntry
+from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.files import Folder, Input, read_json, read_small
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import inside
 from ckptool.checkpoint.tree import Path
-from ckptool.errors import CkptoolError, LimitExceeded, Unsupported, counted, listed, printable
-from ckptool.formats.boxes import sizes_of
+from ckptool.errors import CkptoolError, LimitExceeded, Unsupported, counted, printable
 from ckptool.formats.folder import MOST_NAMED, damaged, lacks, missing_ranks, mixed, without_copies
-from ckptool.formats.pieces import Joiner
+from ckptool.formats.marks import noted
+from ckptool.formats.pieces import Joiner, sizes_of
 from ckptool.formats.placements import MAX_MESH, RankFile, RankShare, distributed, row_major_axes
 from ckptool.formats.rank_trees import Described, joined_trees
 from ckptool.pickles.decode import decode, no_storage
@@ -89,9 +89,8 @@ def read(source: Folder) -> Checkpoint:
         described, apart = _described(source, table, item), not item.startswith("model")
         tree[item] = joined_trees(joiner, item, rank_files, values, described, apart=apart)
     used = _names(items)
-    if unused := [name for name in source.names if name not in used]:
-        what = f"{counted(len(unused), 'file is', 'files are')} of no known item"
-        joiner.notes.append(Note(OTHERS, f"{what}: {listed(unused, 3)}"))
+    unused = (name for name in source.names if name not in used)
+    joiner.notes += noted(OTHERS, unused, "file is", "files are", "of no known item")
     version = table.get("version")
     engine = "torch_checkpointing" + (f", table version {printable(version)[:10]}" if type(version) is str else "")
     if not table and any("rank" in match["mark"] for match in _files(source).values()):
