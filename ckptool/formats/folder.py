@@ -14,23 +14,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from math import isfinite, prod
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.dtypes import has_numbers
-from ckptool.checkpoint.files import Folder, Source, json_or_none, without_resource_forks
+from ckptool.checkpoint.files import Folder, Source, json_or_none
 from ckptool.checkpoint.graph import structural_parts
 from ckptool.checkpoint.nodes import Global, Object, fields, items
 from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import NAME, arg
 from ckptool.errors import CkptoolError, Conflict, Corrupt, OnlyAPart, counted, listed, printable
 from ckptool.facts import replace
+from ckptool.formats.marks import OTHER_TAGS, noted
 
 MOST_NAMED = 1_000  # missing ranks: a number in a file may claim any world size
-MAX_NAMES = 20_000  # of a folder, looked at beside a file
 _COPY = "Copy the whole folder again, or take another checkpoint."
 
 
@@ -113,17 +113,10 @@ def renamed(names: Collection[str], pattern: NamePattern) -> list[str]:
 
 def names_in(folder: str) -> list[str]:
     """The names in a folder, sorted; none where it cannot be read."""
-    if is_url(folder):
-        try:
-            return Folder(folder).names
-        except CkptoolError:
-            return []
     try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False)]
-    except (OSError, ValueError):  # no file can have such a name
+        return Folder(folder).names
+    except CkptoolError:
         return []
-    return sorted(without_resource_forks(names))
 
 
 def is_in(folder: str, name: str) -> bool:
@@ -233,6 +226,15 @@ def another_run(where: object, what: str) -> Conflict:
 def damaged(where: object, what: str) -> Corrupt:
     """The error for a file that is not what its name or its table says."""
     return Corrupt(f"{where}: {what}", "The file was damaged, or another program wrote it.", _COPY)
+
+
+def one_of(folder: Folder, inner: Folder, names: Iterable[str], read: Callable[[Folder], Checkpoint]) -> Checkpoint:
+    """The checkpoint as which the folder of a run is read, and a note on the others. names: those of all in it."""
+    checkpoint, name = read(inner), os.path.basename(inner.path)
+    folder.adopt(name, inner)
+    others = (other for other in names if other != name)
+    notes = noted(OTHER_TAGS, others, "other checkpoint is", "other checkpoints are", f"beside {name}, which was read")
+    return replace(checkpoint, source=folder, notes=(*checkpoint.notes, *notes))
 
 
 # What a file is a part of --------------------------------------------------------------------------------------------

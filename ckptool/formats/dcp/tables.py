@@ -31,7 +31,7 @@ from ckptool.pickles.torch_objects import TakesState
 METADATA = ".metadata"
 OF_A_RANK = re.compile(r"__(?P<rank>\d{1,7})\.metadata")
 _UNFINISHED = re.compile(r"__(?P<rank>\d{1,7})\.metadata\.tmp")
-RANK_FILE = re.compile(r"__(\d{1,7})_")
+RANK_FILE = re.compile(r".*?__(\d{1,7})_")
 MAX_METADATA = 256 << 20
 MANY_NUMBERS = 1 << 16
 

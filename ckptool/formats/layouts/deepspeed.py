@@ -33,10 +33,10 @@ from ckptool.checkpoint.graph import alike
 from ckptool.checkpoint.nodes import fields, items, same_kind
 from ckptool.commands import command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, Unsupported, counted, listed, printable
-from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in, without_copies
+from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in, one_of, without_copies
 from ckptool.formats.layouts import zero
 from ckptool.formats.layouts.zero import StageFiles
-from ckptool.formats.marks import OTHER_TAGS, noted
+from ckptool.formats.marks import noted
 from ckptool.formats.pieces import Joiner, Piece, Vector, agree, refuse_other
 from ckptool.formats.rank_trees import DIFFERENT, UNLIKE, same_leaf
 
@@ -128,13 +128,7 @@ def _of_run(source: Folder) -> Checkpoint:
         what = f"{path} names {name[:200]!r}, which is not a folder beside it"
         why = "The folder of that tag was moved, deleted or not copied along; ckptool does not follow paths elsewhere."
         raise Corrupt(what, why, advice or f"See what is in it: {other_program('ls', source.path)}")
-    checkpoint = read(tag := Folder(os.path.join(source.path, name)))
-    source.adopt(name, tag)
-    notes = checkpoint.notes
-    if others := [other for other in tags if other != name]:
-        beside = f"{counted(len(others), 'other tag is', 'other tags are')} beside it: {listed(others, 3)}"
-        notes += (Note(OTHER_TAGS, f"{name} was read; {beside}"),)
-    return replace(checkpoint, source=source, notes=notes)
+    return one_of(source, Folder(os.path.join(source.path, name)), tags, read)
 
 
 # The folder of a tag -------------------------------------------------------------------------------------------------
