@@ -22,7 +22,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.dtypes import has_numbers
 from ckptool.checkpoint.files import Folder, Source, json_or_none
-from ckptool.checkpoint.graph import structural_parts
+from ckptool.checkpoint.graph import structural_parts, visit
 from ckptool.checkpoint.nodes import Global, Object, fields, items
 from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import NAME, arg
@@ -386,9 +386,7 @@ class _TreeFacts:
         self.rank: int | None = None
         self.world: int | None = None
         self.flat = False
-        stack, seen = [tree], set[int]()
-        while stack:
-            node = stack.pop()
+        for node in visit(tree, _with_parts):
             if type(node) is Composite:
                 from ckptool.formats.placements import distributed  # which few files need
 
@@ -398,27 +396,27 @@ class _TreeFacts:
                     self.shared += not tensor.is_whole
                     self.rank = rank if self.rank is None and type(rank) is int and rank >= 0 else self.rank
                     self.world = world if self.world is None and type(world) is int and world > 0 else self.world
-            elif type(node) in _SCALARS or id(node) in seen:
-                continue
             elif isinstance(node, dict):
-                seen.add(id(node))
-                weights = empty = 0
-                for key, value in node.items():
-                    if type(value) is not TensorEntry:
-                        stack += [value] if type(value) not in _SCALARS else []
-                    elif type(key) is str:
-                        last = key.rpartition(".")[2]
-                        if last in ("weight", "bias"):
-                            weights += 1
-                            empty += value.shape == (0,)
-                        elif "flat_param" in last:
-                            self.flat |= last.lstrip("_").startswith("flat_param")
+                named = {key: value for key, value in node.items() if type(value) is TensorEntry and type(key) is str}
+                weights = [value for key, value in named.items() if key.rpartition(".")[2] in ("weight", "bias")]
+                empty = sum(value.shape == (0,) for value in weights)
+                self.flat |= any("flat_param" in key and is_flat_parameter(key) for key in named)
                 if empty > self.empty:
-                    self.empty, self.weights = empty, weights
-            else:
-                seen.add(id(node))
-                is_object = isinstance(node, Object)
-                stack += (node.args, node.items, node.elements, node.state) if is_object else structural_parts(node)
+                    self.empty, self.weights = empty, len(weights)
+
+
+def _with_parts(node: Any) -> list[Any]:
+    """The parts of a node that have parts themselves, without its keys; none of a tensor of torch.distributed."""
+    if isinstance(node, Object):
+        parts: Iterable[Any] = (node.args, node.items, node.elements, node.state)
+    else:
+        parts = node.values() if isinstance(node, dict) else () if type(node) is Composite else structural_parts(node)
+    return [part for part in parts if type(part) not in _SCALARS]
+
+
+def is_flat_parameter(key: Any) -> bool:
+    """True for the name of the vector that FSDP keeps the parameters of a module in."""
+    return type(key) is str and key.rpartition(".")[2].lstrip("_").startswith("flat_param")
 
 
 def _ranked(rank: int | None, world: int | None, meaning: str, kind: PartKind = PartKind.RANK) -> PartOf:

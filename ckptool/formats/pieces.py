@@ -246,19 +246,18 @@ class Joiner:
         """The first rank's value of a tensor that each saved whole; noted where the others' differ, as buffers may."""
         first, *others = pieces
         _keep_replicas(first, others)
-        for other in others:
-            same = agree(first.entry, other.entry, read=True)
-            if same is False:
-                self.differs(name, f"{first.owner}'s value is used; {other.owner}'s differs")
-                break
-            if same is None:
-                self.not_compared[name] = None
+        self.compare(name, first.owner, ((piece.owner, agree(first.entry, piece.entry, read=True)) for piece in others))
         return first.entry
 
-    def differs(self, name: str, what: str) -> None:
-        """Records that ranks saved something whole, and not the same."""
-        self.different[name] = what
-        self.unequal.add(name)
+    def compare(self, name: str, owner: str, others: Iterable[tuple[str, bool | None]]) -> None:
+        """Records whether what ranks saved whole is the same as that of `owner`, which is used; None: nobody knows."""
+        for other, same in others:
+            if same is False:
+                self.different[name] = f"{owner}'s value is used; {other}'s differs"
+                self.unequal.add(name)
+                return
+            if same is None:
+                self.not_compared[name] = None
 
     def refuse_other_runs(self) -> None:
         """Raises `Conflict` where what differs on ranks that saved it whole is a step, or looks like a weight."""

@@ -65,15 +65,9 @@ def read(source: Input) -> Checkpoint:
     payloads.expect(value.chunks[0].place for value in tables.values.values() if value.dtype is None and value.chunks)
     for name, value in tables.values.items():
         if value.dtype is None:
-            first, *rest = (chunk.place for chunk in value.chunks)
-            for other in rest:  # of other ranks
-                same = payloads.same(first, other)
-                if same is None:
-                    joiner.not_compared[name] = None
-                if same is False:
-                    whose, theirs = owner_of(first.relative_path), owner_of(other.relative_path)
-                    joiner.differs(name, f"the one of {whose} is used; {theirs} has a different one")
-                    break
+            first, *rest = (chunk.place for chunk in value.chunks)  # the others of other ranks
+            others = ((owner_of(place.relative_path), payloads.same(first, place)) for place in rest)
+            joiner.compare(name, owner_of(first.relative_path), others)
             values[name] = payloads.object(name, first)
             continue
         chunks = pieces.pop(name)

@@ -25,7 +25,7 @@ from ckptool.formats.folder import another_run, lacks, missing_ranks
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.pieces import Box, sizes_of
 from ckptool.pickles.calls import is_inert
-from ckptool.pickles.decode import decode, no_storage
+from ckptool.pickles.decode import decode_all, no_storage
 from ckptool.pickles.torch_objects import TakesState
 
 METADATA = ".metadata"
@@ -210,10 +210,7 @@ class Tables:
         if source.size > MAX_METADATA:
             raise LimitExceeded(f"{source} has {source.size:,} bytes", f"ckptool reads at most {MAX_METADATA:,}.")
         data = source.read(0, source.size)
-        decoded = decode(data, no_storage, _builders(odd), name=str(source), file_bytes=source.size)
-        if decoded.end != len(data):
-            what = f"{source} has {len(data) - decoded.end:,} bytes after its end"
-            raise Ambiguous(what, "A second pickle may be hidden there.")
+        decoded = decode_all(data, no_storage, _builders(odd), name=str(source), file_bytes=source.size)
         if _class_name(decoded.root) not in ("Metadata", "MCoreMetadata"):
             what = f"{self.folder} is a folder, but its {name} is not that of torch.distributed.checkpoint"
             fix = f"Name the file: {other_program('ls', self.folder.path)}"

@@ -38,14 +38,16 @@ from ckptool.formats.layouts import zero
 from ckptool.formats.layouts.zero import StageFiles
 from ckptool.formats.marks import noted
 from ckptool.formats.pieces import Joiner, Piece, Vector, agree, refuse_other
-from ckptool.formats.rank_trees import DIFFERENT, UNLIKE, same_leaf
+from ckptool.formats.placements import DIFFERENT, UNLIKE, same_leaf
 
 NAME = "deepspeed"
 LATEST = ("latest", "latest_universal")
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # copied beside every checkpoint
 UNIVERSAL = "zero"  # the folder that a universal one has
 MAX_TAG = 4_096  # bytes of the file `latest`
-_STATES = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(?:optim|model)_states\.pt")
+_STATES = re.compile(
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<mp>\d{1,7})_(?P<of>optim|model)_states\.pt"
+)
 _TAG = re.compile(r"global_step\d+(?:_universal)?")
 _WEIGHT, _COMMON = "fp32", "optimizer_state.pt"
 # Of the model states: what describes the model, and is read.
@@ -54,8 +56,6 @@ _OF_THE_MODEL = frozenset(
 )
 COPIES, NO_OPTIMIZER, NO_BUFFERS = "copies-not-shown", "no-optimizer-files", "no-buffers"  # of the notes
 ZERO = "zero_optimizer_state"  # the key of what the optimizer's files hold beside the optimizer
-_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<mp>\d{1,7})_model_states\.pt")
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,7})_mp_rank_(?P<mp>\d{1,7})_optim_states\.pt")
 _EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt")
 _OF_LAYERS = re.compile(r"layer_\d{1,7}-(?:.+-)?model_states\.pt")
 _LAYER = re.compile(r"layer_(?P<layer>\d{1,7})-(?:model_00-)?model_states\.pt")
@@ -107,9 +107,8 @@ def _is_tag(folder: Folder, name: str) -> bool:
 
 def _is_saved(path: str, names: Collection[str]) -> bool:
     """True for a folder with ranks' files, or the parameters of a universal one."""
-    if any(name.endswith("_states.pt") and _STATES.fullmatch(name) for name in names):
-        return True
-    return UNIVERSAL in names and _COMMON in names_in(os.path.join(path, UNIVERSAL))
+    is_universal = UNIVERSAL in names and _COMMON in names_in(os.path.join(path, UNIVERSAL))
+    return is_universal or any(name.endswith("_states.pt") and _STATES.fullmatch(name) for name in names)
 
 
 def _of_run(source: Folder) -> Checkpoint:
@@ -145,14 +144,12 @@ class Tag:
         self.unlike = set[str]()  # what ranks saved beside the model, as random states, and differs
         kinds = (_EXPERT, _OF_LAYERS, _OTHER)
         self.experts, self.layers, self.others = ([n for n in folder.names if kind.fullmatch(n)] for kind in kinds)
-        ranked = [match for name in folder.names if (match := _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]
-        files: dict[int, tuple[dict[int, str], dict[int, str]]]  # of the model, of the optimizer, by rank
-        files = {number: ({}, {}) for number in sorted({int(match["mp"]) for match in ranked})}
-        for match in ranked:
-            by_rank, name = files[int(match["mp"])][match.re is _OPTIMIZER], match[0]
+        files: dict[int, tuple[dict[int, str], dict[int, str]]] = {}  # of the model, of the optimizer, by rank
+        for match in filter(None, map(_STATES.fullmatch, folder.names)):
+            by_rank, name = files.setdefault(int(match["mp"]), ({}, {}))[match["of"] == "optim"], match[0]
             if (other := by_rank.setdefault(int(match["rank"] or 0), name)) != name:
                 raise mixed(folder, other, name, "both belong to one rank")
-        self.stages = {number: StageFiles(self.joiner, *pair) for number, pair in files.items()}
+        self.stages = {number: StageFiles(self.joiner, *files[number]) for number in sorted(files)}
         if 0 not in self.stages or not self.stages[0].models:
             raise lacks(folder, "mp_rank_00_model_states.pt, which has the names and shapes of the weights")
         self.first = self.stages[0]

@@ -24,10 +24,9 @@ from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.commands import OUT, Slot, arg, command
 from ckptool.errors import Conflict, Unsupported, counted, listed
-from ckptool.formats.folder import FSDP_RANKS, OF_WORLD, lacks, missing_names, mixed, without_copies
+from ckptool.formats.folder import FSDP_RANKS, OF_WORLD, is_flat_parameter, lacks, missing_names, mixed, without_copies
 from ckptool.formats.pieces import Joiner, Piece, overlap
-from ckptool.formats.placements import RankFile, distributed
-from ckptool.formats.rank_trees import joined_trees
+from ckptool.formats.placements import RankFile, distributed, joined_trees
 
 NAME = "rank-files"
 MODEL = "model"
@@ -62,11 +61,6 @@ def read(source: Folder) -> Checkpoint:
         tree[name] = joined_trees(ranks.joiner, name, files, trees, apart=apart)
     engine = "accelerate, FSDP with use_dcp=False" if ranks.is_accelerate else "FSDP, one file per rank"
     return ranks.joiner.checkpoint(NAME, tree, engine, ranks.world)
-
-
-def is_flat_parameter(key: Any) -> bool:
-    """True for the name of the vector that FSDP keeps the parameters of a module in."""
-    return type(key) is str and key.rpartition(".")[2].lstrip("_").startswith("flat_param")
 
 
 class RankSets:

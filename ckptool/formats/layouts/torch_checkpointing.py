@@ -25,9 +25,16 @@ from ckptool.errors import CkptoolError, LimitExceeded, Unsupported, counted, pr
 from ckptool.formats.folder import MOST_NAMED, damaged, lacks, missing_ranks, mixed, without_copies
 from ckptool.formats.marks import noted
 from ckptool.formats.pieces import Joiner, sizes_of
-from ckptool.formats.placements import MAX_MESH, RankFile, RankShare, distributed, row_major_axes
-from ckptool.formats.rank_trees import Described, joined_trees
-from ckptool.pickles.decode import decode, no_storage
+from ckptool.formats.placements import (
+    MAX_MESH,
+    Described,
+    RankFile,
+    RankShare,
+    distributed,
+    joined_trees,
+    row_major_axes,
+)
+from ckptool.pickles.decode import decode_all, no_storage
 
 NAME = "torch-checkpointing"
 TABLE = "metadata.pkl"
@@ -108,7 +115,7 @@ def _table(folder: Folder) -> dict[Any, Any]:
     source = folder.open(TABLE)
     if source.size > MAX_TABLE:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"ckptool reads at most {MAX_TABLE:,}.")
-    decoded = decode(source.read(0, source.size), no_storage, {}, name=str(source), file_bytes=source.size)
+    decoded = decode_all(source.read(0, source.size), no_storage, {}, name=str(source), file_bytes=source.size)
     if not isinstance(decoded.root, dict) or not isinstance(decoded.root.get("metadata"), dict) or decoded.aside():
         raise damaged(folder, f"its {TABLE} is not a table of plain values")
     return decoded.root
