@@ -54,7 +54,7 @@ def export(
     copy_ties: write tied tensors once for each name, as always where the container has no ties.
     Raises `Unsupported` naming tensors that are not plain, `Conflict` for an expanded view over `MAX_WRITTEN_OUT`.
     """
-    keys = selected([key for key in root.node if type(key) is str], only, exclude)
+    keys = selected(root.names(), only, exclude)
     tensors = {key: value for key, value in root.node.items() if isinstance(value, (TensorEntry, Composite))}
     metadata = getattr(root.node, "metadata", None)
     keep_metadata = container.keeps_metadata and is_metadata(metadata)

@@ -13,6 +13,7 @@ from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.strided import apart, row_major
 from ckptool.checkpoint.tree import Path, address, map_storages, storages, stored_parts, walk
 from ckptool.commands import arg
+from ckptool.conventions.optimizer_keys import flat_keys, nested
 from ckptool.conventions.state_dicts import find_state_dicts, optimizers
 from ckptool.errors import UsageError
 from ckptool.transforms.bundles import equal
@@ -25,12 +26,18 @@ MIN_SHARED = 1024
 
 def without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
     """The tree without optimizer state, and the addresses of that. Raises `UsageError` where nothing would be left."""
-    paths = {path: None for path, _ in optimizers(tree)}
+    paths = {path: None for path, _ in optimizers(nested(tree))}
     if () in paths:
         what = f"{address(base) or 'the whole file'} is optimizer state"
         fix = f"Drop only unused bytes: {arg(keep_optimizer=True)}"
         raise UsageError(what, "Without it nothing would be left.", fix)
-    lean = without_entries(tree, lambda _, path: path in paths)[0] if paths else tree
+    # Of a flattened one each key has the name of the weights before it: `optimizer.state.NAME.KEY`.
+    flat = flat_keys(tree)
+
+    def is_dropped(_: Any, path: Path) -> bool:
+        return path in paths or (len(path) == 1 and path[0] in flat)
+
+    lean = without_entries(tree, is_dropped)[0] if paths else tree
     return lean, tuple(address(base + path) for path in paths)
 
 

@@ -9,8 +9,8 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
-from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, resolved, stretches
-from ckptool.checkpoint.dtypes import Array
+from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, elementwise, resolved, stretches
+from ckptool.checkpoint.dtypes import Array, numbers
 from ckptool.errors import Conflict, LimitExceeded, Unsupported, UsageError, counted
 from ckptool.formats.pieces import Piece, assembled
 
@@ -111,7 +111,7 @@ def weight_normed(weight: str, g: TensorEntry, v: TensorEntry) -> TensorEntry:
     if g.numel != prod(shape) or any(a not in (1, b) for a, b in zip(shape, v.shape, strict=True)):
         what = f"{weight}: g of shape {list(g.shape)} is not a norm of v of shape {list(v.shape)}"
         raise Conflict(what, "They do not belong together.")
-    refuse_types(g, v)
+    _refuse_types(g, v)
     refuse_wide(v.shape, prod(v.shape[1:]))
     matrix = v.reshape(v.shape or (1,))
     values = TensorValues(matrix)
@@ -120,7 +120,21 @@ def weight_normed(weight: str, g: TensorEntry, v: TensorEntry) -> TensorEntry:
     return entry.with_flags(v.flags._replace(conj=False, neg=False))
 
 
-def refuse_types(factor: TensorEntry, entry: TensorEntry) -> None:
+def pruned(weight: str, orig: TensorEntry, mask: TensorEntry) -> TensorEntry:
+    """orig · mask, exact. weight: its name, for errors."""
+    if orig.shape != mask.shape:
+        what = f"{weight}: the mask has a different shape, {list(mask.shape)}"
+        raise Conflict(what, f"A mask has the shape of its weight, here {list(orig.shape)}.")
+    _refuse_types(mask, orig)
+
+    def product(_: int, mask_block: Array, block: Array) -> Array:
+        values: Array = numbers(block, orig.dtype) * numbers(mask_block, mask.dtype)
+        return values
+
+    return elementwise(product, mask, orig, dtype=orig.dtype).with_flags(orig.flags._replace(conj=False, neg=False))
+
+
+def _refuse_types(factor: TensorEntry, entry: TensorEntry) -> None:
     """Raises `Unsupported` for a factor and a parametrized weight that have no product."""
     if not entry.dtype.is_float or not (factor.dtype.is_float or factor.dtype.kind == "bool"):
         raise Unsupported(f"tensors of type {entry.dtype} are not folded", "Parametrized weights are floating-point.")

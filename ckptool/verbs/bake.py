@@ -19,15 +19,14 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from ckptool.checkpoint import Note, TensorEntry
-from ckptool.checkpoint.arrays import elementwise
-from ckptool.checkpoint.dtypes import Array, numbers
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.tree import rebuild
 from ckptool.commands import FILE, OUT, command, option, verb
+from ckptool.conventions.optimizer_keys import nested
 from ckptool.conventions.state_dicts import model_state_dicts, optimizers
 from ckptool.errors import Conflict, NoMatch, counted, printable
 from ckptool.transforms.rename import apply
-from ckptool.transforms.views import refuse_types, weight_normed
+from ckptool.transforms.views import pruned, weight_normed
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
 from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
 
@@ -65,7 +64,7 @@ def bake(
     for root in roots:
         tree, kinds, root_skipped = _bake_weights(root.node, form)
         replaced[id(root.node)] = tree
-        renamed |= zip(root.node, tree, strict=False)
+        renamed |= {old: new for old, new in zip(root.node, tree, strict=False) if old != new}
         folded, skipped = folded + list(kinds), skipped | root_skipped
         for kind in (_WEIGHT_NORM, _PRUNING):
             names = [name for name, its_kind in kinds.items() if its_kind == kind]
@@ -76,13 +75,14 @@ def bake(
         why += "and spectral norm."
         raise NoMatch(f"{checkpoint.source or 'the checkpoint'} has no parametrized weights", why)
     if form == "plain":
-        baked = replace(checkpoint, tree=rebuild(checkpoint.tree, replaced=replaced))
+        word, baked = "folded into plain weights", replace(checkpoint, tree=rebuild(checkpoint.tree, replaced=replaced))
+        is_stale = folded and any(True for _ in optimizers(nested(change.original.tree)))
+        message, fix = "the optimizer's state is still that of the parts", command("slim", change.path or FILE, out=OUT)
+        notes = [Note("optimizer-differs", message, fix)] if is_stale else []
     else:  # what refers to the names changes along
+        word = f"renamed to the {form} names"
         baked = apply(checkpoint, roots, lambda key: renamed.get(key, key)).checkpoint
-    word = "folded into plain weights" if form == "plain" else f"renamed to the {form} names"
-    is_stale = form == "plain" and folded and any(True for _ in optimizers(change.original.tree))
-    fix = command("slim", change.path or FILE, out=OUT)
-    notes = [Note("optimizer-differs", "the optimizer's state is still that of the parts", fix)] if is_stale else []
+        notes = [*change.left_outside(renamed)]
     saved = change.save(baked, changes=bool(folded))
     return saved.about(f"{counted(len(folded), 'weight')} {word}", *lines, notes=notes, folded=folded, left=skipped)
 
@@ -114,7 +114,7 @@ def _bake_weights(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], d
             folded[weight] = kind
             if form == "plain":
                 parts = {role: node[key] for role, key in keys.items()}
-                fold = weight_normed if kind == _WEIGHT_NORM else _pruned
+                fold = weight_normed if kind == _WEIGHT_NORM else pruned
                 first, *others = keys.values()
                 replacements |= {first: (weight, fold(weight, **parts)), **dict.fromkeys(others)}
             else:
@@ -131,17 +131,3 @@ def _bake_weights(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], d
             raise Conflict(what, "One of the two would be lost.")
         tree[replacement[0]] = replacement[1]
     return tree, folded, skipped
-
-
-def _pruned(weight: str, orig: TensorEntry, mask: TensorEntry) -> TensorEntry:
-    """orig · mask, exact. weight: its name, for errors."""
-    if orig.shape != mask.shape:
-        what = f"{weight}: the mask has a different shape, {list(mask.shape)}"
-        raise Conflict(what, f"A mask has the shape of its weight, here {list(orig.shape)}.")
-    refuse_types(mask, orig)
-
-    def product(_: int, mask_block: Array, block: Array) -> Array:
-        values: Array = numbers(block, orig.dtype) * numbers(mask_block, mask.dtype)
-        return values
-
-    return elementwise(product, mask, orig, dtype=orig.dtype).with_flags(orig.flags._replace(conj=False, neg=False))

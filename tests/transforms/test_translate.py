@@ -289,6 +289,44 @@ def test_torch_trains_on_as_if_nothing_had_happened(seed: int, tmp_path: Path) -
         assert torch.equal(turn[chain](old[one].detach()), new[other].detach()), (kind, one, other, chain)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_moments_of_names_that_no_weights_have_are_refused(named: bool, tmp_path: Path) -> None:
+    """Of an optimizer that was made with the names inside of a submodule."""
+    model, optimizer = torch.nn.ModuleDict({"generator": torch.nn.Linear(3, 3)}), None
+    optimizer = torch.optim.Adam(model["generator"].named_parameters())
+    model["generator"](torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    if named:
+        names = state["param_groups"][0].pop("param_names")
+        state["state"] = {names[number]: slot for number, slot in state["state"].items()}
+        state["param_groups"][0]["params"] = names
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "in.pt")
+    with pytest.raises(Conflict, match="state for weight, bias, which no weights are called"):
+        ckptool.translate(tmp_path / "in.pt", "*.weight => *.w : transpose", tmp_path / "out.pt", rest="keep")
+    ckptool.translate(tmp_path / "in.pt", "*.weight => *.w", tmp_path / "out.pt", rest="keep")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_moments_of_two_models_with_the_same_names_and_lists_that_stay(named: bool, tmp_path: Path) -> None:
+    tree: dict[str, Any] = {"ema": {"shadow_params": []}}
+    models = {name: torch.nn.Sequential(torch.nn.Linear(2, size)) for name, size in (("generator", 3), ("critic", 1))}
+    for name, model in models.items():
+        optimizer = torch.optim.Adam(model.named_parameters() if named else model.parameters())
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+        tree |= {name: model.state_dict(), f"optimizer_{name}": optimizer.state_dict()}
+        tree["ema"]["shadow_params"] += [parameter.detach().clone() for parameter in model.parameters()][:2]
+    del tree["ema"]["shadow_params"][2:]
+    torch.save(tree, tmp_path / "in.pt")
+    done = ckptool.translate(tmp_path / "in.pt", "0.weight => w : transpose", tmp_path / "out.pt", rest="keep")
+    after = torch.load(tmp_path / "out.pt")
+    for name in models:
+        old, new = (side[f"optimizer_{name}"]["state"][0]["exp_avg"] for side in (tree, after))
+        assert torch.equal(old.T, new)
+    assert done.facts["lists"] == ["ema/shadow_params"] and any("ema/shadow_params" in line for line in done.details)
+
+
 @pytest.mark.parametrize(
     ("state", "rule", "message"),
     [
