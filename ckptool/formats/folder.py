@@ -388,7 +388,7 @@ class _TreeFacts:
         self.flat = False
         for node in visit(tree, _with_parts):
             if type(node) is Composite:
-                from ckptool.formats.placements import distributed  # which few files need
+                from ckptool.formats.distributed import distributed  # which few files need
 
                 if (tensor := distributed(node)) is not None:
                     rank, world = tensor.rank, tensor.world

@@ -17,6 +17,7 @@ from ckptool.checkpoint.numpy_arrays import code_of
 from ckptool.commands import FILE, OUT, OUT_NPZ, Slot, command
 from ckptool.errors import Ambiguous, Unsupported, is_text, listed
 from ckptool.formats import marks
+from ckptool.formats.marks import noted
 from ckptool.formats.npy import read_array, spelled
 from ckptool.formats.zip import directory, writer
 from ckptool.formats.zip.directory import END, LOCAL
@@ -73,9 +74,9 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
     notes = [*archive.notes]
     others = {name: value for name, value in tree.items() if not isinstance(value, TensorEntry) and name not in pickled}
     shown = (f"{name} ({summary(value)})" for name, value in others.items())
-    notes += marks.noted("other-arrays", shown, "entry is", "entries are", "no tensors")
+    notes += noted("other-arrays", shown, "entry is", "entries are", "no tensors")
     words = "array of Python objects is", "arrays of Python objects are", "a pickle, not read"
-    notes += marks.noted("other-arrays", pickled, *words)
+    notes += noted("other-arrays", pickled, *words)
     notes += marks.recovered_notes(metadata)
     return Checkpoint(tree, NAME, metadata, source.file, notes=tuple(notes), tensors_only=True)
 

@@ -29,7 +29,6 @@ from ckptool.checkpoint import (
 )
 from ckptool.checkpoint.dtypes import DType, by_name, has_numbers
 from ckptool.checkpoint.files import Folder, Source
-from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.strided import row_major
 from ckptool.errors import Corrupt, Unsupported, counted
 from ckptool.facts import dataclass, field, replace
@@ -42,8 +41,6 @@ MAX_SPLIT = 8  # axes along which one tensor is divided
 # Names of tensors that are the same on all ranks, or divided; and of numbers that count the steps of a run.
 DIVIDED = frozenset(("weight", "bias", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"))
 STEPS = frozenset("step global_step global_steps iteration epoch last_epoch _step_count".split())
-MAX_DIMENSIONS = 64
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The offset of a block on every axis, and its sizes."""
 
@@ -113,15 +110,6 @@ def overlap(one: Box, other: Box) -> Box | None:
     if any(lo >= hi for lo, hi in edges):
         return None
     return tuple(lo for lo, _ in edges), tuple(hi - lo for lo, hi in edges)
-
-
-def sizes_of(node: Any, limit: int = MAX_DIMENSIONS) -> tuple[int, ...] | None:
-    """The numbers in a `torch.Size`, a tuple or a list; None where it is anything else, or has more than `limit`."""
-    if isinstance(node, Object) and str(node.fn) == "torch.Size" and type(node.args) is tuple and len(node.args) == 1:
-        node = node.args[0]
-    if not isinstance(node, (list, tuple)) or len(node) > limit:
-        return None
-    return tuple(node) if all(type(n) is int and 0 <= n < 1 << 62 for n in node) else None
 
 
 class Vector:

@@ -45,6 +45,7 @@ from ckptool.errors import (
 )
 from ckptool.formats import marks
 from ckptool.formats.checksums import checksummed
+from ckptool.formats.marks import noted
 from ckptool.formats.strict_json import Pairs, members
 
 NAME = "safetensors"
@@ -108,7 +109,7 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
     else:
         tree |= tied
     if not is_whole:
-        notes += marks.noted("ties-recorded", ties, "name shares", "names share", "the tensor of another")
+        notes += noted("ties-recorded", ties, "name shares", "names share", "the tensor of another")
     notes += marks.recovered_notes(metadata)
     return Checkpoint(tree, NAME, metadata, source.file, None, tuple(notes), discarded, tensors_only=not is_whole)
 

@@ -35,6 +35,7 @@ from ckptool.facts import dataclass, field, replace
 from ckptool.formats import HEAD, marks, read_alone, safetensors, whole_tree
 from ckptool.formats.folder import CONSOLIDATED, INDEX, NUMBERED, another_run, lacks, plain_name
 from ckptool.formats.layouts import hf_pieces
+from ckptool.formats.marks import noted
 from ckptool.formats.strict_json import parse_object
 
 NAME = "sharded"
@@ -181,7 +182,7 @@ def _read_index(folder: Folder, index_name: str) -> Checkpoint:
         if is_whole:
             what = f"{index} has the pickle of a whole tree"
             raise Unsupported(what, f"convert {arg(all=True)} writes one in a single file.")
-    notes += marks.noted("ties-recorded", ties, "name is", "names are", "stored as ties of names in other shards")
+    notes += noted("ties-recorded", ties, "name is", "names are", "stored as ties of names in other shards")
     if pieces := hf_pieces.below(folder):
         what = f"the pieces in {hf_pieces.BELOW}/ that torch made these files of are not read"
         notes.append(Note("pieces-not-read", what, command("diff", folder.path, pieces)))
@@ -276,7 +277,7 @@ def _notes(index: str, folder: Folder, total_size: Any, tree: Any, shards: dict[
     numbered = {name: match["stem"] for name in folder.names if (match := NUMBERED.fullmatch(name))}
     stale = (name for name, stem in numbered.items() if stem in stems and name not in shards)
     about = "named like shards but not in the index, perhaps from another run"
-    notes += marks.noted("stale-shards", stale, "file is", "files are", about)
+    notes += noted("stale-shards", stale, "file is", "files are", about)
     entries = [value for value in tree.values() if isinstance(value, (TensorEntry, Composite))]
     sizes = {id(e.storage.data) if isinstance(e, TensorEntry) else id(e): e.nbytes for e in entries[::-1]}
     if total_size not in (None, sum(sizes.values()), sum(entry.nbytes for entry in entries)):

@@ -21,9 +21,10 @@ from ckptool.checkpoint.nodes import Global, Object
 from ckptool.commands import other_program
 from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, NotACheckpoint, counted
 from ckptool.facts import dataclass, field
+from ckptool.formats.distributed import sizes_of
 from ckptool.formats.folder import another_run, lacks, missing_ranks
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.formats.pieces import Box, sizes_of
+from ckptool.formats.pieces import Box
 from ckptool.pickles.calls import is_inert
 from ckptool.pickles.decode import decode_all, no_storage
 from ckptool.pickles.torch_objects import TakesState

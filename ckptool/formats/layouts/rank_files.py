@@ -24,9 +24,10 @@ from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.commands import OUT, Slot, arg, command
 from ckptool.errors import Conflict, Unsupported, counted, listed
+from ckptool.formats.distributed import distributed
 from ckptool.formats.folder import FSDP_RANKS, OF_WORLD, is_flat_parameter, lacks, missing_names, mixed, without_copies
 from ckptool.formats.pieces import Joiner, Piece, overlap
-from ckptool.formats.placements import RankFile, distributed, joined_trees
+from ckptool.formats.placements import RankFile, joined_trees
 
 NAME = "rank-files"
 MODEL = "model"

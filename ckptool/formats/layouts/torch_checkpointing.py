@@ -22,18 +22,11 @@ from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import inside
 from ckptool.checkpoint.tree import Path
 from ckptool.errors import CkptoolError, LimitExceeded, Unsupported, counted, printable
+from ckptool.formats.distributed import distributed, sizes_of
 from ckptool.formats.folder import MOST_NAMED, damaged, lacks, missing_ranks, mixed, without_copies
 from ckptool.formats.marks import noted
-from ckptool.formats.pieces import Joiner, sizes_of
-from ckptool.formats.placements import (
-    MAX_MESH,
-    Described,
-    RankFile,
-    RankShare,
-    distributed,
-    joined_trees,
-    row_major_axes,
-)
+from ckptool.formats.pieces import Joiner
+from ckptool.formats.placements import MAX_MESH, Described, RankFile, RankShare, joined_trees, row_major_axes
 from ckptool.pickles.decode import decode_all, no_storage
 
 NAME = "torch-checkpointing"
