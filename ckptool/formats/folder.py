@@ -14,23 +14,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from math import isfinite, prod
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.dtypes import has_numbers
-from ckptool.checkpoint.files import Folder, Source, json_or_none, without_resource_forks
-from ckptool.checkpoint.graph import structural_parts
+from ckptool.checkpoint.files import Folder, Source, json_or_none
+from ckptool.checkpoint.graph import structural_parts, visit
 from ckptool.checkpoint.nodes import Global, Object, fields, items
 from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import NAME, arg
 from ckptool.errors import CkptoolError, Conflict, Corrupt, OnlyAPart, counted, listed, printable
 from ckptool.facts import replace
+from ckptool.formats.marks import OTHER_TAGS, noted
 
 MOST_NAMED = 1_000  # missing ranks: a number in a file may claim any world size
-MAX_NAMES = 20_000  # of a folder, looked at beside a file
 _COPY = "Copy the whole folder again, or take another checkpoint."
 
 
@@ -113,17 +113,10 @@ def renamed(names: Collection[str], pattern: NamePattern) -> list[str]:
 
 def names_in(folder: str) -> list[str]:
     """The names in a folder, sorted; none where it cannot be read."""
-    if is_url(folder):
-        try:
-            return Folder(folder).names
-        except CkptoolError:
-            return []
     try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False)]
-    except (OSError, ValueError):  # no file can have such a name
+        return Folder(folder).names
+    except CkptoolError:
         return []
-    return sorted(without_resource_forks(names))
 
 
 def is_in(folder: str, name: str) -> bool:
@@ -226,13 +219,22 @@ def mixed(where: object, one: str, other: str, what: str) -> Conflict:
 
 def another_run(where: object, what: str) -> Conflict:
     """The error for what the files of all ranks should agree on, and do not."""
-    why = "A file was renamed or changed, or comes from another step or run."
-    return Conflict(f"{where}: {what}", why, "Copy the files of all ranks again, each under its own name.")
+    why = "A file is missing, was renamed or changed, or comes from another step or run."
+    return Conflict(f"{where}: {what}", why, "Copy all of the files again, each under its own name.")
 
 
 def damaged(where: object, what: str) -> Corrupt:
     """The error for a file that is not what its name or its table says."""
     return Corrupt(f"{where}: {what}", "The file was damaged, or another program wrote it.", _COPY)
+
+
+def one_of(folder: Folder, inner: Folder, names: Iterable[str], read: Callable[[Folder], Checkpoint]) -> Checkpoint:
+    """The checkpoint as which the folder of a run is read, and a note on the others. names: those of all in it."""
+    checkpoint, name = read(inner), os.path.basename(inner.path)
+    folder.adopt(name, inner)
+    others = (other for other in names if other != name)
+    notes = noted(OTHER_TAGS, others, "other checkpoint is", "other checkpoints are", f"beside {name}, which was read")
+    return replace(checkpoint, source=folder, notes=(*checkpoint.notes, *notes))
 
 
 # What a file is a part of --------------------------------------------------------------------------------------------
@@ -384,11 +386,9 @@ class _TreeFacts:
         self.rank: int | None = None
         self.world: int | None = None
         self.flat = False
-        stack, seen = [tree], set[int]()
-        while stack:
-            node = stack.pop()
+        for node in visit(tree, _with_parts):
             if type(node) is Composite:
-                from ckptool.formats.placements import distributed  # which few files need
+                from ckptool.formats.distributed import distributed  # which few files need
 
                 if (tensor := distributed(node)) is not None:
                     rank, world = tensor.rank, tensor.world
@@ -396,27 +396,27 @@ class _TreeFacts:
                     self.shared += not tensor.is_whole
                     self.rank = rank if self.rank is None and type(rank) is int and rank >= 0 else self.rank
                     self.world = world if self.world is None and type(world) is int and world > 0 else self.world
-            elif type(node) in _SCALARS or id(node) in seen:
-                continue
             elif isinstance(node, dict):
-                seen.add(id(node))
-                weights = empty = 0
-                for key, value in node.items():
-                    if type(value) is not TensorEntry:
-                        stack += [value] if type(value) not in _SCALARS else []
-                    elif type(key) is str:
-                        last = key.rpartition(".")[2]
-                        if last in ("weight", "bias"):
-                            weights += 1
-                            empty += value.shape == (0,)
-                        elif "flat_param" in last:
-                            self.flat |= last.lstrip("_").startswith("flat_param")
+                named = {key: value for key, value in node.items() if type(value) is TensorEntry and type(key) is str}
+                weights = [value for key, value in named.items() if key.rpartition(".")[2] in ("weight", "bias")]
+                empty = sum(value.shape == (0,) for value in weights)
+                self.flat |= any("flat_param" in key and is_flat_parameter(key) for key in named)
                 if empty > self.empty:
-                    self.empty, self.weights = empty, weights
-            else:
-                seen.add(id(node))
-                is_object = isinstance(node, Object)
-                stack += (node.args, node.items, node.elements, node.state) if is_object else structural_parts(node)
+                    self.empty, self.weights = empty, len(weights)
+
+
+def _with_parts(node: Any) -> list[Any]:
+    """The parts of a node that have parts themselves, without its keys; none of a tensor of torch.distributed."""
+    if isinstance(node, Object):
+        parts: Iterable[Any] = (node.args, node.items, node.elements, node.state)
+    else:
+        parts = node.values() if isinstance(node, dict) else () if type(node) is Composite else structural_parts(node)
+    return [part for part in parts if type(part) not in _SCALARS]
+
+
+def is_flat_parameter(key: Any) -> bool:
+    """True for the name of the vector that FSDP keeps the parameters of a module in."""
+    return type(key) is str and key.rpartition(".")[2].lstrip("_").startswith("flat_param")
 
 
 def _ranked(rank: int | None, world: int | None, meaning: str, kind: PartKind = PartKind.RANK) -> PartOf:

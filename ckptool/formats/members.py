@@ -59,6 +59,7 @@ from ckptool.formats.folder import (
     PIECES,
     NamePattern,
     as_part,
+    damaged,
     missing_names,
     names_in,
     number_in,
@@ -187,8 +188,9 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     if layout is None or not (layout.names or layout.missing):
         return checkpoint
     if len(layout.names) > MAX_MEMBERS:
-        what = f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}"
-        raise LimitExceeded(what, f"ckptool opens at most {MAX_MEMBERS:,}.", "Name one of them.")
+        raise LimitExceeded(
+            f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}", "", "Name one of them."
+        )
     members: dict[str, Checkpoint] = {}
     parts: list[PartOf] = []  # members that are parts of one thing
     errors: dict[str, str] = {}
@@ -253,8 +255,7 @@ def _in_tree(checkpoint: Checkpoint, source: Folder, members: dict[str, Checkpoi
     notes, discarded = [*checkpoint.notes], [*checkpoint.discarded]
     for name, member in members.items():
         if name in tree:
-            what = f"{source} holds a member {name}, but one of its tensors has that name, too"
-            raise Corrupt(what, "No program writes both.")
+            raise damaged(source, f"it holds a member {name}, but one of its tensors has that name, too")
         if member.source is not None:
             source.adopt(name, member.source)
         tree[name] = member.tree

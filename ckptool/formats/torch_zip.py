@@ -27,7 +27,7 @@ from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import DESCRIPTOR, DESCRIPTOR64, FULL, ZIP64_VERSION, Archive, Record, guard
 from ckptool.pickles.calls import refuse_unknown
-from ckptool.pickles.decode import Decoded, decode, protocol_notes
+from ckptool.pickles.decode import Decoded, decode_all, protocol_notes
 from ckptool.pickles.torch_objects import Builder, storage_class
 
 if TYPE_CHECKING:
@@ -158,13 +158,10 @@ def inflated_limit(stored: int) -> int:
 def decoded_record(
     record: Record, persistent: Callable[[Any], Any], builders: Mapping[Global, Builder] = BUILDERS
 ) -> Decoded:
-    """The pickle in a record; persistent as for `decode`. Raises `Ambiguous` for bytes after its end, and as that."""
+    """The pickle in a record; persistent as for `decode`. Raises as `decode_all`."""
     source, name = record.headers.source, record.name.partition("/")[2]
     data = record.contents(inflated_limit(record.stored))
-    decoded = decode(data, persistent, builders, name=f"{source}: {name}", file_bytes=source.size)
-    if decoded.end != len(data):
-        raise Ambiguous(f"{source}: {name} has {len(data) - decoded.end:,} bytes after its end")
-    return decoded
+    return decode_all(data, persistent, builders, name=f"{source}: {name}", file_bytes=source.size)
 
 
 @dataclass(slots=True, eq=False, repr=False)

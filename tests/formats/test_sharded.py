@@ -147,8 +147,8 @@ def pointed(name: str) -> Callable[[dict[str, Any]], None]:
 OUTSIDE = "../model-00001-of-00003.safetensors|/etc/passwd|..|.||sub/m.bin|..\\m.safetensors|nul\0|C:m.safetensors"
 ELSEWHERE = [*((name, "outside its folder") for name in OUTSIDE.split("|")), (INDEX, "as a shard")]
 ELSEWHERE += [("other.safetensors.index.json", "as a shard")]
-ELSEWHERE += [("x\x1b.safetensors", r"missing: x\\x1b\.safetensors")]
-ELSEWHERE += [("missing.safetensors", "1 of its 4 shards is missing: missing.safetensors")]
+ELSEWHERE += [("x\x1b.safetensors", r"lacks 1 of its 4 shards: x\\x1b\.safetensors")]
+ELSEWHERE += [("missing.safetensors", "lacks 1 of its 4 shards: missing.safetensors")]
 
 
 @looped(("name", "words"), ELSEWHERE)
