@@ -23,17 +23,7 @@ from contextlib import suppress
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
-from ckptool.checkpoint.files import (
-    Folder,
-    Input,
-    Source,
-    entries_of,
-    folder_at,
-    json_or_none,
-    open_input,
-    read_json,
-    while_open,
-)
+from ckptool.checkpoint.files import Folder, Input, Source, entries_of, folder_at, json_or_none, open_input, while_open
 from ckptool.checkpoint.nodes import fields, items
 from ckptool.commands import OUT, OUT_SAFETENSORS, RULES, command
 from ckptool.conventions.state_dicts import optimizers
@@ -305,8 +295,9 @@ def _folder_of(source: Input) -> Folder:
 def open_member(folder: Folder, name: str) -> Checkpoint:
     """Opens a member. Raises `Corrupt` for one whose own members are folders again, and what opening it raises."""
     if name.endswith(".json"):
-        table = read_json(os.path.join(folder.path, name), "a table", MAX_JSON)
-        return Checkpoint(table if isinstance(table, dict) else {}, "json")
+        if (table := json_or_none(path := os.path.join(folder.path, name), MAX_JSON)) is None:
+            raise damaged(path, "it is not JSON that can be read")
+        return Checkpoint(fields(table), "json")
     source = open_input(os.path.join(folder.path, name))
     if isinstance(source, Source):
         source.share_descriptors()
