@@ -19,34 +19,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
-from ckptool.checkpoint.files import (
-    Folder,
-    Input,
-    Source,
-    entries_of,
-    folder_at,
-    json_or_none,
-    open_input,
-    read_json,
-    while_open,
-)
+from ckptool.checkpoint.files import Folder, Input, Source, entries_of, folder_at, json_or_none, open_input, while_open
 from ckptool.checkpoint.nodes import fields, items
 from ckptool.commands import OUT, OUT_SAFETENSORS, RULES, command
 from ckptool.conventions.state_dicts import optimizers
-from ckptool.errors import (
-    CkptoolError,
-    Conflict,
-    Corrupt,
-    LimitExceeded,
-    NotACheckpoint,
-    counted,
-    form,
-    listed,
-    printable,
-)
+from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, NotACheckpoint, counted, listed, printable
 from ckptool.facts import dataclass, replace
 from ckptool.formats import FORMATS, HEAD, named, read_alone
 from ckptool.formats.folder import (
@@ -127,11 +108,8 @@ def detect(head: bytes, source: Input) -> bool:
 def layout_of(folder: Folder) -> MemberFiles | None:
     """The members of a folder that no other format reads; None where it has none."""
     # Megatron's legacy layout: a folder for each rank.
-    ranks = {name: _names_in(folder, name) for name in folder.names if MODEL_PARALLEL.fullmatch(name)}
-    ranks = {name: content for name, content in ranks.items() if _is_folder(folder, name)}
-    ranks = {
-        rank: [name for name in without_copies(content) if name.endswith(".pt")] for rank, content in ranks.items()
-    }
+    folders = [name for name in folder.names if MODEL_PARALLEL.fullmatch(name) and _is_folder(folder, name)]
+    ranks = {name: [n for n in without_copies(_names_in(folder, name)) if n.endswith(".pt")] for name in folders}
     files = tuple(f"{rank}/{name}" for rank, content in ranks.items() for name in content)
     if files:
         missing = [*missing_names(ranks, MODEL_PARALLEL), *(rank for rank, content in ranks.items() if not content)]
@@ -235,7 +213,8 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         checkpoint = replace(checkpoint, metadata={key: fact for key, fact in facts.items() if fact})
     if number == count and not (parts and checkpoint.container == NAME):
         lead = ["the weights" if only_weights else _ENGINE] if layout.beside else []
-        note = Note(MEMBERS, f"{label} {form(count, 'is', 'are')} whole: {listed([*lead, *layout.names], 4)}")
+        what = f"{number:,} of {counted(count, 'member is', 'members are')} whole"
+        note = Note(MEMBERS, f"{what}: {listed([*lead, *layout.names], 4)}")
         return replace(checkpoint, notes=(*checkpoint.notes, note))
     detail = problems or f"all of its files are present; {_NOT_JOINED[layout.by_rules]}"
     join = command("convert", folder.path, rules_file=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
@@ -316,8 +295,9 @@ def _folder_of(source: Input) -> Folder:
 def open_member(folder: Folder, name: str) -> Checkpoint:
     """Opens a member. Raises `Corrupt` for one whose own members are folders again, and what opening it raises."""
     if name.endswith(".json"):
-        table = read_json(os.path.join(folder.path, name), "a table", MAX_JSON)
-        return Checkpoint(table if isinstance(table, dict) else {}, "json")
+        if (table := json_or_none(path := os.path.join(folder.path, name), MAX_JSON)) is None:
+            raise damaged(path, "it is not JSON that can be read")
+        return Checkpoint(fields(table), "json")
     source = open_input(os.path.join(folder.path, name))
     if isinstance(source, Source):
         source.share_descriptors()
@@ -557,14 +537,12 @@ def _names_below(folder: str) -> Iterator[str]:
     stack = [""]
     while stack:
         below = stack.pop()
-        try:
-            names = [name for name, _, _ in entries_of(os.path.join(folder, below))]
-        except CkptoolError:
-            continue
-        for name in names:
-            path = os.path.join(folder, below, name)
-            if folder_at(path):
-                if not name.startswith(".") and not os.path.islink(path):
-                    stack.append(os.path.join(below, name))
-            elif not name.endswith(_OF_DCP):
-                yield os.path.join(below, name)
+        entries: list[tuple[str, bool, bool]] = []
+        with suppress(CkptoolError):
+            entries = entries_of(os.path.join(folder, below))
+        for name, is_folder, is_file in entries:
+            path = os.path.join(below, name)
+            if is_folder:
+                stack += [] if name.startswith(".") else [path]
+            elif not name.endswith(_OF_DCP) and (is_file or not folder_at(os.path.join(folder, path))):
+                yield path

@@ -31,18 +31,7 @@ from ckptool.checkpoint.blocks import Checksummed, Crc, Plan, Segment
 from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.commands import DIR, FILE, OUT, OUT_PT, OUT_SAFETENSORS, Slot, arg, command, input_of
-from ckptool.errors import (
-    Ambiguous,
-    BadTensor,
-    CkptoolError,
-    Corrupt,
-    LimitExceeded,
-    Truncated,
-    Unsupported,
-    counted,
-    is_text,
-    listed,
-)
+from ckptool.errors import Ambiguous, BadTensor, Corrupt, LimitExceeded, Truncated, Unsupported, is_text, listed
 from ckptool.formats import marks
 from ckptool.formats.checksums import checksummed
 from ckptool.formats.marks import noted
@@ -155,7 +144,7 @@ class _Header:
             count = sum(end <= available for _, end in self.ranges)
             raise Truncated(
                 f"{source} ends {at - available:,} bytes short of the data that its header describes",
-                f"The file was cut off. Whole: {count:,} of its {counted(len(self.ranges), 'tensor')}. "
+                f"The file was cut off. Tensors that are whole: {count:,} of {len(self.ranges):,}. "
                 "Copy or download it again if you can.",
                 f"Save what is whole: {command('recover', source.file.path, out=OUT)}",
             )
@@ -213,7 +202,7 @@ class _Header:
         return TensorEntry(storage, dtype, tuple(shape), stride)
 
 
-def _bad_fields(source: Readable, name: str, fields: Any) -> CkptoolError:
+def _bad_fields(source: Readable, name: str, fields: Any) -> Corrupt | Unsupported:
     kind = fields.get("dtype") if isinstance(fields, dict) else None
     if isinstance(kind, str) and kind not in BY_SAFETENSORS:
         what = f"{source}: {name} has the unknown dtype {kind[:40]}"

@@ -99,9 +99,9 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             saving.add_tensor(name, value)
     lost = tree_pickle.lost_in_table(flat)
     if saving.strides_lost:
-        lost.setdefault(tree_pickle.STRIDES, saving.strides_lost)
+        lost.setdefault("strides of tensors that are sharded or have gaps", saving.strides_lost)
     if marks.RECOVERED in checkpoint.metadata:
-        lost[tree_pickle.MARK] = ""
+        lost["the mark of a recovered file"] = ""
     reserved = [
         name for name in flat.values if name == tree_pickle.NAME or (lost and name.startswith(f"{tree_pickle.NAME}."))
     ]

@@ -31,7 +31,6 @@ from ckptool.formats.marks import noted
 NAME = "megatron"
 BACKEND, COMMON = "metadata.json", "common.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
-COLLIDES = "common-collides"  # of the note
 MAX_JSON, MAX_TRACKER = 1 << 20, 64
 _ITERATION = re.compile(r"iter_([0-9]{7,12})|release")
 _OBJECT = re.compile(r"(.+)/(shard_[0-9.]+_[0-9.]+)")
@@ -84,7 +83,7 @@ def read(source: Input) -> Checkpoint:
     tree = _sorted_by_kind(checkpoint.tree, common.tree)
     notes = [note for note in (*checkpoint.notes, *common.notes) if note.code != "flat-names"]  # as in the model
     about = f"in {COMMON} and in the ranks' files, whose value is used"
-    notes += noted(COLLIDES, _fill(tree, common.tree), "entry is", "entries are", about)
+    notes += noted("common-collides", _fill(tree, common.tree), "entry is", "entries are", about)
     _name_parameters(tree.get("optimizer"))
     facts = {"engine": "Megatron-Core, torch_dist"} | step_of(source, common.tree.get("iteration"))
     return replace(

@@ -31,7 +31,6 @@ from ckptool.pickles.decode import decode_all, no_storage
 
 NAME = "torch-checkpointing"
 TABLE = "metadata.pkl"
-OTHERS = "unused-files"  # of the note
 MAX_TABLE, MAX_TEXT = 256 << 20, 64 << 20
 MAX_LOOKS = 4  # files opened to recognize a folder without a table
 _FILE = re.compile(r"(?P<item>.*?)(?P<mark>[-_.]?rank[-_]?|_)(?P<rank>\d{1,6})\.(?P<suffix>pth?|bin|json|safetensors)")
@@ -90,7 +89,7 @@ def read(source: Folder) -> Checkpoint:
         tree[item] = joined_trees(joiner, item, rank_files, values, described, apart=apart)
     used = _names(items)
     unused = (name for name in source.names if name not in used)
-    joiner.notes += noted(OTHERS, unused, "file is", "files are", "of no known item")
+    joiner.notes += noted("unused-files", unused, "file is", "files are", "of no known item")
     version = table.get("version")
     engine = "torch_checkpointing" + (f", table version {printable(version)[:10]}" if type(version) is str else "")
     if not table and any("rank" in match["mark"] for match in _files(source).values()):
