@@ -204,7 +204,7 @@ def complete(folder: Folder, ranks: Collection[int], world: int, file: str) -> N
 def lacks(where: object, what: str, names: Iterable[str] = ()) -> Corrupt:
     """The error for files that are missing. names: theirs."""
     shown = listed(list(names), 3)
-    why = "Only the files of all ranks together are a checkpoint."
+    why = "Only all of its files together are a checkpoint."
     return Corrupt(f"{where} lacks {what}{shown and ': '}{shown}", why, _COPY)
 
 
@@ -225,7 +225,7 @@ def another_run(where: object, what: str) -> Conflict:
 
 def damaged(where: object, what: str) -> Corrupt:
     """The error for a file that is not what its name or its table says."""
-    return Corrupt(f"{where}: {what}", "The file was damaged, or another program wrote it.", _COPY)
+    return Corrupt(f"{where}: {what}", "It was damaged, is from another checkpoint, or another program wrote it.", _COPY)
 
 
 def one_of(folder: Folder, inner: Folder, names: Iterable[str], read: Callable[[Folder], Checkpoint]) -> Checkpoint:
@@ -271,11 +271,9 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
         similar = [_NUMBERS.sub("#", file) for file in _beside(path)].count(_NUMBERS.sub("#", name))
         whole = (folder or ".") if rank_match and world and similar >= world else ""
         return replace(_ranked(rank, world, f"{which} {what}"), whole=whole)
-    if facts.flat:
+    if facts.flat or (world_match and world is not None and world > 1):
         what = "its parameters are flattened the way FSDP keeps them, without those of the other ranks"
-        return _ranked(rank, world, what)
-    if world_match and world is not None and world > 1:
-        return _ranked(rank, world, "the other ranks have files of their own")
+        return _ranked(rank, world, what if facts.flat else "the other ranks have files of their own")
     # A file of DeepSpeed's: a rank's share of the optimizer, or weights whose values are in those.
     states_match = STATES.fullmatch(name)
     rank, optimizer = int(states_match["rank"]) if states_match else None, fields(top.get("optimizer_state_dict"))

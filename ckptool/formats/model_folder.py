@@ -18,7 +18,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.dtypes import DTYPES
 from ckptool.checkpoint.files import Folder, Source, json_or_none
-from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.nodes import fields
 from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import DIR, arg
 from ckptool.conventions.adapter_keys import DIFFUSERS_CONFIG
@@ -134,9 +134,7 @@ def configuration(model: Checkpoint, like: str | os.PathLike[str] | None = None)
     tree = model.tree if isinstance(model.tree, dict) else {}
     if isinstance(ranks := tree.get("ranks"), dict):  # what each of them saved beside its weights
         tree = next((share for share in ranks.values() if isinstance(share, dict)), tree)
-    arguments = tree.get("model_args", tree.get("args"))
-    arguments = arguments.attributes if isinstance(arguments, Object) else arguments
-    if isinstance(arguments, dict) and arguments:
+    if arguments := fields(tree.get("model_args", tree.get("args"))):
         return arguments
     return next(filter(None, (_json(os.fspath(like), name) for name in (CONFIG, PARAMS))), {}) if like else {}
 
@@ -195,8 +193,7 @@ def _library(configs: dict[str, dict[str, Any]], tree: dict[Any, Any]) -> str:
 
 def _json(place: str, name: str) -> dict[str, Any]:
     """A configuration; an empty one where it is not JSON, or very large."""
-    config = json_or_none(os.path.join(place, name), MAX_CONFIG)
-    return config if isinstance(config, dict) else {}
+    return fields(json_or_none(os.path.join(place, name), MAX_CONFIG))
 
 
 def _companion(place: str, name: str) -> FileRange | str:

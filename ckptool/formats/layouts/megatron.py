@@ -114,7 +114,7 @@ def latest(run: Folder) -> Folder:
 def _backend(folder: Folder) -> str:
     """The backend that wrote the folder of an iteration; empty for another folder."""
     table = json_or_none(os.path.join(folder.path, BACKEND), MAX_JSON) if BACKEND in folder else None
-    backend = table.get("sharded_backend") if isinstance(table, dict) else None
+    backend = fields(table).get("sharded_backend")
     return backend if isinstance(backend, str) else ""
 
 
