@@ -30,6 +30,7 @@ from ckptool.errors import CkptoolError, Conflict, Corrupt, OnlyAPart, counted, 
 from ckptool.facts import replace
 from ckptool.formats.marks import OTHER_TAGS, noted
 
+MAX_TABLE = 100_000_000  # bytes of an index or another table
 MOST_NAMED = 1_000  # missing ranks: a number in a file may claim any world size
 _COPY = "Copy the whole folder again, or take another checkpoint."
 
@@ -122,6 +123,11 @@ def names_in(folder: str) -> list[str]:
 def is_in(folder: str, name: str) -> bool:
     """True if a folder has something of this name; one at a URL is listed for it, others may be very long."""
     return name in names_in(folder) if is_url(folder) else os.path.lexists(os.path.join(folder, name))
+
+
+def json_in(folder: str, name: str) -> dict[str, Any]:
+    """The JSON object in a file of a folder: an index, a configuration; empty where there is none that can be read."""
+    return fields(json_or_none(os.path.join(folder, name), MAX_TABLE))
 
 
 def led_elsewhere(folder: str, names: Iterable[str]) -> dict[str, str]:
@@ -225,7 +231,7 @@ def another_run(where: object, what: str) -> Conflict:
 
 def damaged(where: object, what: str) -> Corrupt:
     """The error for a file that is not what its name or its table says."""
-    return Corrupt(f"{where}: {what}", "It was damaged, is from another checkpoint, or another program wrote it.", _COPY)
+    return Corrupt(f"{where}: {what}", "It was damaged, is of another checkpoint, or another program wrote it.", _COPY)
 
 
 def one_of(folder: Folder, inner: Folder, names: Iterable[str], read: Callable[[Folder], Checkpoint]) -> Checkpoint:
@@ -241,7 +247,6 @@ def one_of(folder: Folder, inner: Folder, names: Iterable[str], read: Callable[[
 
 CODE, MEMBERS = "part", "members"  # of the notes
 FOLDER = "folder"  # of `Checkpoint.kept`: the path of the folder that was named
-MAX_INDEX = 16 << 20
 
 _RANK_IN_NAME = NamePattern("rank", r"(?s)(?:.*?[-_.])?rank[-_]?(?P<rank>\d{1,6})(?!\d).*")
 _NUMBERS = re.compile(r"\d+")
@@ -354,7 +359,7 @@ def _shard(folder: str, name: str) -> PartOf | None:
     indexes = list(filter(INDEX.fullmatch, siblings))
     evidence = "its name says so" if indexes else "the index of the set is not beside it"
     for sibling in indexes:
-        table = fields(json_or_none(os.path.join(folder, sibling), MAX_INDEX)).get("weight_map")
+        table = json_in(folder, sibling).get("weight_map")
         files = sorted({plain_name(file) for file in fields(table).values() if type(file) is str})
         if name in files:
             number, count, whole, index = files.index(name) + 1, len(files), folder or ".", sibling
