@@ -385,7 +385,7 @@ def _advice(report: LoadReport) -> str:
 # What is written -----------------------------------------------------------------------------------------------------
 
 
-def filled(target: Target, chosen: dict[str, Assignment], states: Mapping[str, Any]) -> dict[str, Any]:
+def filled(target: Target, chosen: dict[str, Assignment], states: Mapping[str, Any]) -> OrderedDict:
     """Every key of the target with a value: what was chosen from the checkpoint, the rest from the target itself; under
     the names that `load_state_dict` of a wrapped model expects.
     states: extra states that are taken from the checkpoint.
@@ -435,10 +435,10 @@ def filled(target: Target, chosen: dict[str, Assignment], states: Mapping[str, A
     if wrapper:
         items = {wrapper + name: value for name, value in items.items()}
         metadata = metadata and {f"{wrapper}{path}".rstrip("."): facts for path, facts in metadata.items()}
-    tree = items if metadata is None else OrderedDict(items, {"_metadata": metadata})
+    attributes = {"_metadata": metadata} if metadata is not None else None
 
     def on_cpu(storage: Storage) -> Storage:
         return storage if storage.location == "cpu" else replace(storage, location="cpu")
 
-    state_dict: dict[str, Any] = map_storages(tree, on_cpu)
+    state_dict: OrderedDict = map_storages(OrderedDict(items, attributes), on_cpu)
     return state_dict
