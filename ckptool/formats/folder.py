@@ -30,6 +30,7 @@ from ckptool.errors import CkptoolError, Conflict, Corrupt, OnlyAPart, counted, 
 from ckptool.facts import replace
 from ckptool.formats.marks import OTHER_TAGS, noted
 
+MAX_TABLE = 100_000_000  # bytes of an index or another table
 MOST_NAMED = 1_000  # missing ranks: a number in a file may claim any world size
 _COPY = "Copy the whole folder again, or take another checkpoint."
 
@@ -124,6 +125,11 @@ def is_in(folder: str, name: str) -> bool:
     return name in names_in(folder) if is_url(folder) else os.path.lexists(os.path.join(folder, name))
 
 
+def json_in(folder: str, name: str) -> dict[str, Any]:
+    """The JSON object in a file of a folder: an index, a configuration; empty where there is none that can be read."""
+    return fields(json_or_none(os.path.join(folder, name), MAX_TABLE))
+
+
 def led_elsewhere(folder: str, names: Iterable[str]) -> dict[str, str]:
     """The files of a folder that are links to files outside of it (except the `blobs` of a hub's cache), and where each
     leads."""
@@ -204,7 +210,7 @@ def complete(folder: Folder, ranks: Collection[int], world: int, file: str) -> N
 def lacks(where: object, what: str, names: Iterable[str] = ()) -> Corrupt:
     """The error for files that are missing. names: theirs."""
     shown = listed(list(names), 3)
-    why = "Only the files of all ranks together are a checkpoint."
+    why = "Only all of its files together are a checkpoint."
     return Corrupt(f"{where} lacks {what}{shown and ': '}{shown}", why, _COPY)
 
 
@@ -225,7 +231,7 @@ def another_run(where: object, what: str) -> Conflict:
 
 def damaged(where: object, what: str) -> Corrupt:
     """The error for a file that is not what its name or its table says."""
-    return Corrupt(f"{where}: {what}", "The file was damaged, or another program wrote it.", _COPY)
+    return Corrupt(f"{where}: {what}", "It was damaged, is of another checkpoint, or another program wrote it.", _COPY)
 
 
 def one_of(folder: Folder, inner: Folder, names: Iterable[str], read: Callable[[Folder], Checkpoint]) -> Checkpoint:
@@ -241,7 +247,6 @@ def one_of(folder: Folder, inner: Folder, names: Iterable[str], read: Callable[[
 
 CODE, MEMBERS = "part", "members"  # of the notes
 FOLDER = "folder"  # of `Checkpoint.kept`: the path of the folder that was named
-MAX_INDEX = 16 << 20
 
 _RANK_IN_NAME = NamePattern("rank", r"(?s)(?:.*?[-_.])?rank[-_]?(?P<rank>\d{1,6})(?!\d).*")
 _NUMBERS = re.compile(r"\d+")
@@ -271,11 +276,9 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
         similar = [_NUMBERS.sub("#", file) for file in _beside(path)].count(_NUMBERS.sub("#", name))
         whole = (folder or ".") if rank_match and world and similar >= world else ""
         return replace(_ranked(rank, world, f"{which} {what}"), whole=whole)
-    if facts.flat:
+    if facts.flat or (world_match and world is not None and world > 1):
         what = "its parameters are flattened the way FSDP keeps them, without those of the other ranks"
-        return _ranked(rank, world, what)
-    if world_match and world is not None and world > 1:
-        return _ranked(rank, world, "the other ranks have files of their own")
+        return _ranked(rank, world, what if facts.flat else "the other ranks have files of their own")
     # A file of DeepSpeed's: a rank's share of the optimizer, or weights whose values are in those.
     states_match = STATES.fullmatch(name)
     rank, optimizer = int(states_match["rank"]) if states_match else None, fields(top.get("optimizer_state_dict"))
@@ -356,7 +359,7 @@ def _shard(folder: str, name: str) -> PartOf | None:
     indexes = list(filter(INDEX.fullmatch, siblings))
     evidence = "its name says so" if indexes else "the index of the set is not beside it"
     for sibling in indexes:
-        table = fields(json_or_none(os.path.join(folder, sibling), MAX_INDEX)).get("weight_map")
+        table = json_in(folder, sibling).get("weight_map")
         files = sorted({plain_name(file) for file in fields(table).values() if type(file) is str})
         if name in files:
             number, count, whole, index = files.index(name) + 1, len(files), folder or ".", sibling

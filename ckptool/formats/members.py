@@ -34,6 +34,7 @@ from ckptool.formats.folder import (
     CONSOLIDATED,
     FOLDER,
     FSDP_RANKS,
+    MAX_TABLE,
     MEMBERS,
     MODEL_PARALLEL,
     OF_WORLD,
@@ -41,6 +42,7 @@ from ckptool.formats.folder import (
     NamePattern,
     as_part,
     damaged,
+    json_in,
     missing_names,
     names_in,
     number_in,
@@ -51,7 +53,6 @@ from ckptool.pickles.calls import UNKNOWN, NameUse, uses_of
 
 NAME = "folder"
 MAX_MEMBERS = 10_000  # of a folder, each of which is opened: thousands of ranks save two each
-MAX_JSON = 16 << 20
 MAX_STEPS = 512  # of parameters looked at
 STATE, CONFIG, ADAPTER = "trainer_state.json", "config.json", "adapter_config.json"
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"  # of a Trainer
@@ -295,7 +296,7 @@ def _folder_of(source: Input) -> Folder:
 def open_member(folder: Folder, name: str) -> Checkpoint:
     """Opens a member. Raises `Corrupt` for one whose own members are folders again, and what opening it raises."""
     if name.endswith(".json"):
-        if (table := json_or_none(path := os.path.join(folder.path, name), MAX_JSON)) is None:
+        if (table := json_or_none(path := os.path.join(folder.path, name), MAX_TABLE)) is None:
             raise damaged(path, "it is not JSON that can be read")
         return Checkpoint(fields(table), "json")
     source = open_input(os.path.join(folder.path, name))
@@ -427,11 +428,11 @@ _WITH_OWN_WEIGHTS = frozenset(
 def _components(folder: Folder, table: str) -> Iterator[tuple[str, str]]:
     """The folders that a table of diffusers or of sentence-transformers (by `path`) lists, and what is there:
     `weights`, `config.json`, other `files` or nothing."""
-    listing = json_or_none(os.path.join(folder.path, table), MAX_JSON) if table in folder else None
+    listing = json_or_none(os.path.join(folder.path, table), MAX_TABLE) if table in folder else None
     modules = [*map(fields, items(listing))] if table == "modules.json" else []
     pairs = [(module.get("path"), module.get("type")) for module in modules]
     if any(name == "" for name, _ in pairs) and ROUTER in folder:  # chooses among modules in folders of their own
-        pairs += fields(fields(json_or_none(os.path.join(folder.path, ROUTER), MAX_JSON)).get("types")).items()
+        pairs += fields(json_in(folder.path, ROUTER).get("types")).items()
     names, types = [name for name, _ in pairs], {str(name).strip("/"): str(kind) for name, kind in pairs}
     for name, value in fields(listing).items() if table == "model_index.json" else ():
         if not name.startswith("_") and len(items(value)) == 2 and value[0] is not None:
@@ -474,8 +475,8 @@ def step_in(state: Checkpoint | None) -> int:
 
 def step_of(folder: str) -> dict[str, Any]:
     """The progress of a Trainer by its state: `{"global_step": 500, "epoch": 1.0}`; empty without one."""
-    state = json_or_none(os.path.join(folder, STATE), MAX_JSON) if STATE in names_in(folder) else None
-    return {key: value for key, value in fields(state).items() if key in ("global_step", "epoch")}
+    state = json_in(folder, STATE) if STATE in names_in(folder) else {}
+    return {key: value for key, value in state.items() if key in ("global_step", "epoch")}
 
 
 # What they would run --------------------------------------------------------------------------------------------------

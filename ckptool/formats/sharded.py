@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, InlineBytes, Note, Storage, TensorEntry
 from ckptool.checkpoint.blocks import Plan, Segment
-from ckptool.checkpoint.files import Folder, Input, Source, json_or_none
+from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.nodes import OrderedDict, fields
 from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg, command
@@ -33,7 +33,7 @@ from ckptool.errors import (
 )
 from ckptool.facts import dataclass, field, replace
 from ckptool.formats import HEAD, marks, read_alone, safetensors, whole_tree
-from ckptool.formats.folder import CONSOLIDATED, INDEX, NUMBERED, another_run, lacks, plain_name
+from ckptool.formats.folder import CONSOLIDATED, INDEX, MAX_TABLE, NUMBERED, another_run, json_in, lacks, plain_name
 from ckptool.formats.layouts import hf_pieces
 from ckptool.formats.marks import noted
 from ckptool.formats.strict_json import parse_object
@@ -45,7 +45,6 @@ SINGLE = re.compile(
     r"(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_weights|consolidated)"
     r"(?P<variant>\.[A-Za-z0-9_]+)?\.(?:safetensors|bin)|consolidated\.00\.pth"
 )
-MAX_INDEX = 100_000_000
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -94,7 +93,7 @@ def candidates(folder: Folder) -> list[str]:
 
 def _named_shards(folder: Folder, indexes: Iterable[str]) -> set[str]:
     """The files that these indexes name as shards, however they are called."""
-    tables = (fields(json_or_none(os.path.join(folder.path, name), MAX_INDEX)).get("weight_map") for name in indexes)
+    tables = (json_in(folder.path, name).get("weight_map") for name in indexes)
     return {file for table in tables for file in fields(table).values() if type(file) is str}
 
 
@@ -243,8 +242,8 @@ def _shards(folder: Folder, index: str, weight_map: dict[str, str]) -> dict[str,
 
 def _parse_index(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
     """The `weight_map` of an index, and its metadata."""
-    if source.size > MAX_INDEX:
-        raise LimitExceeded(f"{source} has {source.size:,} bytes", f"An index of at most {MAX_INDEX:,} is read.")
+    if source.size > MAX_TABLE:
+        raise LimitExceeded(f"{source} has {source.size:,} bytes", f"An index of at most {MAX_TABLE:,} is read.")
     index = parse_object(source.read(0, source.size), f"{source}: the index")
     if "param_groups" in (*index, *fields(index.get("metadata"))):
         what = f"{source} is the index of an optimizer's state, as ColossalAI divides it"

@@ -110,14 +110,13 @@ def read_pickled(
     pickles = [record for name, record in records.items() if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) > 1:
         raise Ambiguous(f"{source} holds two checkpoints ({' and '.join(map(str, pickles))})")
-    for name in () if pickles else records:
-        if name.count("/") == 1 and name.lower().endswith("/data.pkl"):
-            raise Ambiguous(f"{source} has no data.pkl, but {name}", "torch reads it as one, other readers do not.")
-    root = pickles[0].name.removesuffix("data.pkl") if pickles else ""
     if not pickles:
         from ckptool.formats.unrecognized import other_zip
 
+        if other := [name for name in records if name.count("/") == 1 and name.lower().endswith("/data.pkl")]:
+            raise Ambiguous(f"{source} has no data.pkl, but {other[0]}", "torch reads it as one, other readers do not.")
         raise other_zip(source, records)
+    root = pickles[0].name.removesuffix("data.pkl")
     if outside := [name for name in records if not name.startswith(root)]:
         raise Ambiguous(f"{source} has records outside its folder {root}: {outside[0]}")
     # A checkpoint with the records of a program: `torch.load` sees one thing, `torch.jit.load` the other.

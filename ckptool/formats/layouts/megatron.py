@@ -18,20 +18,20 @@ from dataclasses import replace
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
-from ckptool.checkpoint.files import Folder, Input, json_or_none, read_small
+from ckptool.checkpoint.files import Folder, Input, read_small
 from ckptool.checkpoint.nodes import fields
 from ckptool.checkpoint.paths import absolute
 from ckptool.commands import command
 from ckptool.errors import Corrupt, Truncated, Unsupported
 from ckptool.formats import dcp
 from ckptool.formats.dcp.tables import METADATA
-from ckptool.formats.folder import another_run, damaged, one_of
+from ckptool.formats.folder import another_run, damaged, json_in, one_of
 from ckptool.formats.marks import noted
 
 NAME = "megatron"
 BACKEND, COMMON = "metadata.json", "common.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
-MAX_JSON, MAX_TRACKER = 1 << 20, 64
+MAX_TRACKER = 64
 _ITERATION = re.compile(r"iter_([0-9]{7,12})|release")
 _OBJECT = re.compile(r"(.+)/(shard_[0-9.]+_[0-9.]+)")
 _OF_OPTIMIZER = re.compile(r"(?:chained_([0-9]{1,4})\.)?optimizer\.(?:state\.([^.]+)\.(.+)|(.+))")
@@ -113,8 +113,7 @@ def latest(run: Folder) -> Folder:
 
 def _backend(folder: Folder) -> str:
     """The backend that wrote the folder of an iteration; empty for another folder."""
-    table = json_or_none(os.path.join(folder.path, BACKEND), MAX_JSON) if BACKEND in folder else None
-    backend = table.get("sharded_backend") if isinstance(table, dict) else None
+    backend = json_in(folder.path, BACKEND).get("sharded_backend") if BACKEND in folder else None
     return backend if isinstance(backend, str) else ""
 
 

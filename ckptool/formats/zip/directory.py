@@ -389,10 +389,9 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
             if flags & _HAS_DESCRIPTOR:  # as torch writes it
                 descriptor = DESCRIPTOR64.size if zip64 else DESCRIPTOR.size
             central = directory[at:name_at]
-            record = Record(headers, name, central, flags, method, crc, stored, size, header, zip64, descriptor)
-            records[name] = record
-            if attributes & _FOLDER:
-                _check_folder(record)
+            records[name] = Record(headers, name, central, flags, method, crc, stored, size, header, zip64, descriptor)
+            if size and (attributes & _FOLDER or name.endswith("/")):
+                raise Ambiguous(f"{source}: the record {name} is marked as a folder but has contents")
             at = name_at + n + m + k
     except (struct.error, UnicodeDecodeError):
         raise Corrupt(f"{source}: entry {len(records):,} of the zip directory is damaged") from None
@@ -401,13 +400,8 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
         raise Corrupt(f"{source}: {entries} take {at:,} bytes, not {len(directory):,}")
     if "" in records:
         raise Corrupt(f"{source}: a record has no name")
-    together = "\n".join(records) + "\n"
-    if "\0" in together or "/\n" in together:  # one search, where there are tens of thousands of names
-        for name, record in records.items():
-            if "\0" in name:
-                raise Ambiguous(f"{source}: the record name {name} holds a NUL")
-            if name.endswith("/"):
-                _check_folder(record)
+    if nul := next((name for name in records if "\0" in name), ""):
+        raise Ambiguous(f"{source}: the record name {nul} holds a NUL")
     headers.has_checksums = any(record.crc for record in records.values())
     headers.has_data_sums = any(record.crc for record in records.values() if DATA in record.name)
     return archive
@@ -426,11 +420,6 @@ def _misplaced(source: Readable, by: int, what: str) -> CkptoolError:
 
 
 # The entries ---------------------------------------------------------------------------------------------------------
-
-
-def _check_folder(record: Record) -> None:
-    if record.size:
-        raise Ambiguous(f"{record.headers.source}: the record {record} is marked as a folder but has contents")
 
 
 def _refuse_entry(archive: Archive, signature: bytes, flags: int, method: int, disk: int, name: bytes) -> NoReturn:
