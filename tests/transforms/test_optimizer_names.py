@@ -29,6 +29,8 @@ OPTIMIZERS: dict[str, Any] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
     "adadelta": lambda p: torch.optim.Adadelta(p),
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
 }
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 

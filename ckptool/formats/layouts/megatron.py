@@ -179,6 +179,6 @@ def _name_parameters(optimizer: Any) -> None:
     step = state.pop("common_step", None)
     for slots in state.values():
         if step is not None and isinstance(slots, dict):
-            slots.setdefault("step", step)
+            slots.setdefault("step", step.alone() if isinstance(step, TensorEntry) else step)
     if len(groups) == 1 and isinstance(groups[0], dict) and not groups[0].get("params"):
         optimizer["param_groups"] = [{**groups[0], "params": list(state)}]

@@ -164,7 +164,7 @@ def bare(node: Any) -> Any:
 def undivided(state: Any) -> dict[str, Any]:
     """What an optimizer keeps once for a group (a `step`): a new tensor each time, as every parameter has its own."""
     return {
-        key: value.with_storage(value.storage.alone()) if isinstance(value, TensorEntry) else value
+        key: value.alone() if isinstance(value, TensorEntry) else value
         for key, value in fields(state).items()
         if not (isinstance(value, TensorEntry) and value.shape)
     }

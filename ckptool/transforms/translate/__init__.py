@@ -317,11 +317,8 @@ def _step_slots(step: Step, state: Mapping[str, Any], root: TranslatedRoot, plac
             for name in step.outputs:
                 new_slots[name][field] = moments[name]
         elif all(_is_number_in_both(value, values[0]) for value in values):
-            number = values[0]
-            for name in step.outputs:
-                if isinstance(number, TensorEntry):  # one for each: torch counts steps in place
-                    number = number.with_storage(number.storage.alone())
-                new_slots[name][field] = number
+            for name in step.outputs:  # one for each, as torch counts steps in place
+                new_slots[name][field] = values[0].alone() if isinstance(values[0], TensorEntry) else values[0]
         else:
             what = f"{place}: {field!s} of {step.keys[0]} does not have its shape"
             raise Unsupported(what, "It is unknown how the rules would apply to it.", WITHOUT)
