@@ -311,11 +311,8 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
         return PartOf(PartKind.SHARD, label, what)
     # One of the files over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama).
     args = top.get("args") if "model" in top else None  # Megatron's say over how many files it is divided
-    sizes = [
-        args.attributes.get(f"{kind}_model_parallel_size")
-        for kind in ("tensor", "pipeline")
-        if isinstance(args, Object)
-    ]
+    settings = args.attributes if isinstance(args, Object) else {}
+    sizes = [settings.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
     world = prod(size for size in sizes if type(size) is int and size > 0)
     rank_folder = os.path.dirname(absolute(path)) if path else ""  # Megatron has a folder for each rank
     for pattern, place, of_rank, stated in (
@@ -331,10 +328,8 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
             label = f"rank {text.replace('_', '/') if number is None else number} of {count:,}"
             if count > 1:
                 return PartOf(PartKind.RANK, label, _ONE_OF_SEVERAL, number, count)
-            break
-    else:
-        if world > 1:
-            return _ranked(None, world, _ONE_OF_SEVERAL)
+    if world > 1:
+        return _ranked(None, world, _ONE_OF_SEVERAL)
     if "DCP_SHARDING_INFO" in checkpoint.metadata:  # as `HuggingFaceStorageWriter(save_distributed=True)` writes it
         piece, ranks = PIECES.fullmatch(name), {m["rank"] for m in map(PIECES.fullmatch, _beside(path)) if m}
         what = "its tensors are pieces of larger ones, whose other pieces are in the files of the other ranks"

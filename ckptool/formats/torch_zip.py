@@ -76,8 +76,7 @@ def of_archive(archive: Archive, find: Find | None = None) -> Checkpoint:
     alignment = small.get(".storage_alignment", str(ALIGNMENT))
     if not alignment.isascii() or not alignment.isdigit() or not 1 <= int(alignment[:9]) <= MAX_ALIGNMENT:
         raise Corrupt(f"{source}: its .storage_alignment record says {alignment[:40]!r}")
-    record_issues = (*archive.notes, *record_notes(archive, root, storages))
-    notes = (*record_issues, *decoded.notes, *protocol_notes(decoded))
+    notes = (*archive.notes, *record_notes(archive, root, storages), *decoded.notes, *protocol_notes(decoded))
     metadata, mark = dict(small), archive.records.get(root + marks.RECOVERED_RECORD)
     if mark is not None:
         metadata[marks.RECOVERED] = mark.contents(marks.MAX_RECORD).decode("utf-8", "replace")

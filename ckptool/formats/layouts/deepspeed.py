@@ -206,15 +206,14 @@ def read(folder: Folder) -> Checkpoint:
             optimizer = optimizers
         sizes = [stage.states.get("dp_world_size") for stage in stages.values()]  # only the first rank of each saves
         world = sum(size if type(size) is int and size > 0 else 1 for size in sizes)
-        checkpoint = _checkpoint(tag, model, weights, optimizer, {}, 0, world, engine)
-        return replace(checkpoint, untied=(*tag.layers, *tag.experts))
+        tag.joiner.untied += [*tag.layers, *tag.experts]
+        return _checkpoint(tag, model, weights, optimizer, {}, 0, world, engine)
     world = sum(len(stage.shares) for stage in stages.values())
     share = tag.first.shares[0]
     kind = 1 if is_pipeline else share.stage
-    checkpoint = _checkpoint(tag, model, weights, optimizer, share.extra, kind, world, share.engine + engine)
     if kind > 2 and not any("step" in zero.undivided(share.states.get(group)) for group in range(len(share.weights))):
-        return replace(checkpoint, untied=tuple(share.file for share in tag.first.shares))  # 1 and 2 have weights twice
-    return checkpoint
+        tag.joiner.untied += [share.file for share in tag.first.shares]  # 1 and 2 have weights twice
+    return _checkpoint(tag, model, weights, optimizer, share.extra, kind, world, share.engine + engine)
 
 
 def _with_experts(tag: Tag) -> dict[Any, Any]:
