@@ -14,6 +14,7 @@ from ckptool.errors import CkptoolError, Conflict
 from ckptool.names.rules import parse_operation
 from tests.support.looped import looped
 from tests.support.random_rules import FLOATS, RandomRules, values
+from tests.support.same import assert_same_objects
 
 SEEDS = range(24)
 
@@ -338,7 +339,9 @@ def test_moments_of_names_that_no_weights_have_are_refused(named: bool, tmp_path
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "in.pt")
     with pytest.raises(Conflict, match="state for weight, bias, which no weights are called"):
         ckptool.translate(tmp_path / "in.pt", "*.weight => *.w : transpose", tmp_path / "out.pt", rest="keep")
-    ckptool.translate(tmp_path / "in.pt", "*.weight => *.w", tmp_path / "out.pt", rest="keep")
+    done = ckptool.translate(tmp_path / "in.pt", "*.weight => *.w", tmp_path / "out.pt", rest="keep")
+    assert done.facts["optimizers"] == 0
+    assert_same_objects(torch.load(tmp_path / "in.pt")["optimizer"], torch.load(tmp_path / "out.pt")["optimizer"])
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -99,7 +99,8 @@ def translate_roots(
     changing = any(step.rule.chain for plan in plans for step in plan.steps)
     lists = _lists_of_weights(checkpoint, plans) if changing else ()
     by_address = zip([root.address for root in roots], plans, strict=True)
-    return TranslatedCheckpoint(changed, tuple(by_address), len(states), tuple(lost), tuple(lists))
+    followed = sum(replaced[id(optimizer)] is not optimizer for _, optimizer in states)
+    return TranslatedCheckpoint(changed, tuple(by_address), followed, tuple(lost), tuple(lists))
 
 
 def _lists_of_weights(checkpoint: Checkpoint, plans: Sequence[TranslatedRoot]) -> Iterator[str]:
@@ -245,7 +246,7 @@ def _translated_optimizer(
 ) -> dict[str, Any]:
     """The state dict of an optimizer for the new parameters. Raises `Conflict` where parameters that become one are of
     two groups or have state besides their moments that differs, `Unsupported` for state of other shapes."""
-    slots = Slots(optimizer, place)
+    slots, before = Slots(optimizer, place), optimizer
     is_named = slots.is_named
     if not is_named:
         buffers = {name for root in roots for name in root.dropped}  # keys that the rules drop may be buffers
@@ -263,6 +264,8 @@ def _translated_optimizer(
     if unknown and any(step.rule.chain for step in root.steps):
         what = f"{place} has state for {listed(unknown, 3)}, which no weights are called"
         raise Conflict(what, "It is unknown which of its moments the rules are for.", WITHOUT)
+    if keys.isdisjoint(root.scope.node):
+        return before
     beside = {slot: value for slot, value in optimizer["state"].items() if slot not in keys}
     state = dict[Any, Any]()
     renamed: dict[Any, list[Any]] = {name: [] for name in (*root.dropped, *root.unfilled)}
