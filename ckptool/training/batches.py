@@ -13,6 +13,7 @@ import atexit
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,15 @@ class Position:
         self.loader_state: Any = None
         self.loader: Any = None
         self.parts: dict[str, Any] = {}  # the states of saved parts of the loader when the epoch began
+        self.is_fetching = False  # what begins now, inside of a function or a wrapper, is data to train on
+
+    def fetched(self, fetch: Callable[[], Any]) -> Any:
+        """The result of `fetch`, which begins to go through data, or takes the next batch."""
+        self.is_fetching = True
+        try:
+            return fetch()
+        finally:
+            self.is_fetching = False
 
     def next_epoch(self, completed: int) -> None:
         """Moves to the beginning of the next epoch. completed: the steps so far."""
@@ -122,12 +132,6 @@ def _length_of(loader: Any) -> int | None:
     return None
 
 
-def epochs_of(loader: Any) -> list[str]:
-    """The attributes `epoch` of a loader's parts with `set_epoch`, by their paths: `loader.sampler.epoch`."""
-    names = [name for name, part in parts_of(loader).items() if callable(getattr(part, "set_epoch", None))]
-    return [f"{name}.epoch" if name == "loader" else f"loader.{name}.epoch" for name in names]
-
-
 def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]:
     """The rest of the batches of a run's current epoch. saved: the random state to continue with.
 
@@ -151,16 +155,17 @@ def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]
     batches: Any = None
     try:
         with run.objects.refetching(position.parts) if refetched else nullcontext():
-            batches = _epoch_iterator(loader, position)
+            batches = position.fetched(lambda: _epoch_iterator(loader, position))
+            fetch = partial(position.fetched, partial(next, batches, _END))
             for number in range(refetched):
                 run._reseed("step", position.began + number)
-                if next(batches, _END) is _END:
+                if fetch() is _END:
                     yielded = f"{counted(number, 'batch', 'batches')} of an epoch in which {skipped:,} were trained on"
                     raise Conflict(f"the loader gave {yielded}", "That is not the data that the run was trained on.")
         if skipped and saved is not None:
             run._restore_random(saved, generators)
         run._reseed("step", run.step)
-        while (batch := next(batches, _END)) is not _END:
+        while (batch := fetch()) is not _END:
             position.batch += 1
             yield batch
             run._reseed("step", run.step)
@@ -220,15 +225,24 @@ _WORKING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextmanager
-def workers_spared() -> Iterator[None]:
-    """Blocks signals in the workers of every loader that starts: a script's validation needs its workers to the end."""
+def workers_spared(position: Position) -> Iterator[None]:
+    """Blocks signals in the workers of every loader that begins: a script's validation needs its workers to the end.
+
+    Those that are trained on start afresh, also inside of a function or a wrapper.
+    """
     loaders: Any = torch.utils.data.DataLoader
-    begin = loaders._get_iterator
-    loaders._get_iterator = lambda loader: _spared(loader, begin)
+    begin = loaders.__iter__
+
+    def begin_spared(loader: Any) -> Iterator[Any]:
+        if position.is_fetching:
+            make_ready(loader)
+        return _spared(loader, begin)
+
+    loaders.__iter__ = begin_spared
     try:
         yield
     finally:
-        loaders._get_iterator = begin
+        loaders.__iter__ = begin
 
 
 def _spared(loader: Any, begin: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:

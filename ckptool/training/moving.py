@@ -32,10 +32,10 @@ DEPTH = 4  # of nested containers up to which they are one value
 GENERATOR, BUFFER, NOT_PERSISTENT = "generator", "buffer", "non-persistent buffer"
 MODULE_ATTRIBUTE, ATTRIBUTE, VALUE = "module attribute", "attribute", "value"
 
-_SCALARS = frozenset((int, float, complex, bool, str, bytes, type(None)))
+_SCALARS = frozenset((int, float, complex, bool, str, bytes, type(None), count))
 _ITEMS = frozenset((list, tuple, set, frozenset, deque, range))
 _MAPPINGS = frozenset((dict, OrderedDict, defaultdict, Counter))
-_OPAQUE = frozenset((types.ModuleType, types.CodeType, type))
+_OPAQUE = frozenset((types.ModuleType, types.CodeType))
 # Modules of C types whose parts have no names: what they refer to goes by the name of the container.
 _UNNAMED = ("builtins", "itertools", "functools", "collections", "_collections")
 
@@ -62,7 +62,9 @@ def reachable(objects: Mapping[str, Any], seen: dict[int, Any] | None = None) ->
         name, value, kind = queue.popleft()
         with suppress(Exception):
             if (text := plain_text(value)) is None:
-                if id(value) in seen or type(value) in _OPAQUE or issubclass(type(value), type):
+                is_class = issubclass(type(value), type)  # of those only the program's own, by their variables
+                opaque = type(value) in _OPAQUE or (is_class and (name not in objects or _is_library(value)))
+                if id(value) in seen or opaque:
                     continue
                 seen[id(value)] = value
                 reached.setdefault(name, value)
@@ -147,9 +149,7 @@ def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
     Of a library's class only public attributes and slots; of an optimizer nothing of its state.
     """
     kind: Any = type(value)
-    # Private attributes of a library's class are internals: buckets, iterators, locks.
-    library = str(kind.__module__).partition(".")[0]
-    hidden = library in ("torch", "torchdata", "numpy", "ckptool") or library in sys.stdlib_module_names
+    hidden = _is_library(kind)  # its private attributes are internals: buckets, iterators, locks
     if _is(value, "torch.nn", "Module"):
         attributes = vars(value)
         passing = attributes.get("_non_persistent_buffers_set", ())
@@ -166,6 +166,7 @@ def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
                 yield f"{name}.{free}", cell.cell_contents, ATTRIBUTE
         for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
             yield name, default, ATTRIBUTE
+        yield from ((f"{name}.{key}", part, ATTRIBUTE) for key, part in vars(value).items())
     elif kind in (types.MethodType, types.BuiltinMethodType):
         yield name, value.__self__, ATTRIBUTE
     elif kind is functools.partial:
@@ -257,6 +258,12 @@ def _state_bytes(state: Any) -> bytes:
 
 
 # Libraries -----------------------------------------------------------------------------------------------------------
+
+
+def _is_library(kind: type) -> bool:
+    """True for a class of the libraries whose insides are known."""
+    library = str(kind.__module__).partition(".")[0]
+    return library in ("torch", "torchdata", "numpy", "ckptool") or library in sys.stdlib_module_names
 
 
 def _is(value: Any, module: str, name: str) -> bool:

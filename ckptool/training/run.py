@@ -263,6 +263,7 @@ class Run:
             "data_state": {**point.place, "ended": self._ended, "renewing": sorted(self._window.renewing)},
             "values": self.values,
             "options": self._options,
+            "modes": self.objects.modes(),
         }
 
     def _restore(self, saved: SavedState) -> None:
@@ -300,7 +301,8 @@ class Run:
         self._drawn = set(rank["now"]) - {"generators"}
         self.position.restore(tree["data_state"], rank)
         values, self._goes_on = to_cpu(tree["values"], copied=True), False
-        self._resumed = _Resumed(where, values, self._capture(self.objects.generators), self.objects.options())
+        random, modes = self._capture(self.objects.generators), tree.get("modes", {})
+        self._resumed = _Resumed(where, values, random, self.objects.options(), modes)
         self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
 
     def _take(self, tree: dict[str, Any], where: str) -> None:
@@ -308,6 +310,7 @@ class Run:
         keys = ["values", *(name + SUFFIX for name in self.objects.others)]
         copied = to_cpu({key: tree[key] for key in keys}, copied=True)  # they would keep the file mapped
         self.objects.restore({**tree, **copied}, where)
+        self.objects.set_modes(tree.get("modes", {}))
         self.values = copied["values"]
 
     # The loop ----------------------------------------------------------------------------------------------------
@@ -473,7 +476,7 @@ class Run:
         try:
             with self._caught as caught:
                 caught.enter_context(stopping(self._signals, self._stop))
-                caught.enter_context(workers_spared())
+                caught.enter_context(workers_spared(self.position))
                 yield
         finally:
             self._loop = ""
@@ -509,6 +512,13 @@ class Run:
             self._say_once(
                 f"run[{name!r}] was set between ckptool.Run(…) and the loop, but this run is resumed: the saved value "
                 f"is used; write: if not run.resumed: run[{name!r}] = …"
+            )
+        frozen = {name: modes["frozen"] for name, modes in self.objects.modes().items()}
+        self.objects.set_modes(resumed.modes)
+        if names := [name for name, modes in resumed.modes.items() if frozen[name] != modes["frozen"]]:
+            self._say_once(
+                f"requires_grad of {listed(list(map(printable, names)))} is set otherwise between ckptool.Run(…) and "
+                f"the loop than it was after step {self.step:,}: the saved setting is used; change it in the loop"
             )
         inside = nested and self.position.batch > 0
         options = self.objects.options() if inside else {}
@@ -711,12 +721,14 @@ _END = object()
 
 
 class _Resumed(NamedTuple):
-    """The checkpoint that was resumed from, until the loop begins. random: until the first loop does."""
+    """The checkpoint that was resumed from, until the loop begins. random: until the first loop does.  modes: see
+    `Objects`."""
 
     path: str
     values: dict[str, Any]
     random: rng.State | None
     options: dict[str, list[dict[str, Any]]]
+    modes: dict[str, dict[str, list[str]]]
 
 
 def _world(objects: Objects) -> World:

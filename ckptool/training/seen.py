@@ -13,7 +13,7 @@ import itertools
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from types import FrameType, GeneratorType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,9 @@ from torch import nn
 from ckptool.bridge.modules import unwrapped
 from ckptool.errors import listed, printable
 from ckptool.training import moving
-from ckptool.training.batches import epochs_of, parts_of
+from ckptool.training.batches import parts_of
 from ckptool.training.rng import is_generator
-from ckptool.training.state import SETTING, Objects, Schedule
+from ckptool.training.state import Objects, Schedule
 
 if TYPE_CHECKING:
     from ckptool.training.run import Run
@@ -37,7 +37,6 @@ _HOW = {  # what to write, by the kind of what changes; for attributes and buffe
     moving.MODULE_ATTRIBUTE: "make it a buffer, or give the module get_extra_state() and set_extra_state()",
     moving.ATTRIBUTE: "if a later step needs it, give {owner} state_dict() and load_state_dict(), and give it to Run: "
     "ckptool.Run(…, data={owner})",
-    SETTING: "set it in every epoch or step, by run.epoch or run.step",
     VARIABLE: 'if a later step needs it, write run["{short}"] in place of {name}',
 }
 _LIBRARY = re.compile(rf"<frozen|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\\\](?:site|dist)-packages[/\\\\]")
@@ -77,6 +76,11 @@ class Looks:
                 "and its state is not saved; write: ckptool.Run(…, optimizer=optimizer), or hold its state in the "
                 "state_dict() of what is given"
             )
+        if run._window.is_adding:
+            yield (
+                "gradients are added to those of the steps before, which are in no checkpoint; call "
+                "optimizer.zero_grad() in each step"
+            )
         self.saves += 1
         if self.saves & (self.saves - 1):
             return
@@ -92,7 +96,7 @@ class Looks:
                 "run.batches(loader); a file's lines to run.log, else they come twice"
             )
         skipped: dict[int, Any] = {id(run): run}
-        current = {**moving.reachable(named, skipped)[0], **objects.requires_grad()}
+        current, objects_met = moving.reachable(named, skipped)
         skipped |= {id(each): each for each in unsaved.values()}  # which were reported above
         carried, plain, mutable = variables_left()
         mutable = {name: value for name, value in mutable.items() if id(value) not in skipped}
@@ -105,6 +109,7 @@ class Looks:
         modules = objects.modules.values()
         addresses = {_memory_of(each) for module in modules for each in (*module.parameters(), *module.buffers())}
         entries, reached = moving.reachable({**mutable, **plain, **carried}, skipped)
+        objects_met |= reached
         kinds: dict[str, list[str]] = {}
         for name, entry in entries.items():
             # A model's tensor under another name, as in a state dict of it, is saved with the model.
@@ -121,9 +126,12 @@ class Looks:
         rebound = {name for name, number in self.ids.items() if ids.get(name) != number}
         before = {name: entry for name, entry in self.entries.items() if re.split(r"[.\[#]", name)[0] not in rebound}
         saved = moving.saved_names({name: value.state_dict() for name, value in objects.modules.items()})
-        saved |= {*generators, *(objects.named.keys() - objects.modules.keys()), *epochs_of(loader)}
+        saved |= {*generators, *(objects.named.keys() - objects.modules.keys())}
+        saved |= {
+            f"{name}.epoch" for name, part in objects_met.items() if callable(getattr(type(part), "set_epoch", 0))
+        }
         for name, kind in moving.unsaved(before or current, current, saved).items():
-            owner = re.split(r"[\[#]", name.removeprefix(f"{SETTING} "))[0]  # an item goes by the name of its container
+            owner = re.split(r"[\[#]", name)[0]  # an item goes by the name of its container
             if owner not in self.noted:
                 self.noted.add(owner)
                 kinds.setdefault(kind, []).append(printable(owner))
@@ -133,6 +141,19 @@ class Looks:
             how = _HOW[VARIABLE if kind == moving.ATTRIBUTE and not owner else kind]
             how = how.format(name=names[0], owner=owner, short=short)
             yield f"{listed(names, 8)} ({kind}) {verbs[0]} during training and {verbs[1]} not saved; {how}"
+        is_inside = run._loop == "run.epochs" and run.position.batch > 0
+        anew = computed_before(set(map(id, modules))) if is_inside else {}
+        for name in anew.keys() - self.noted - unsaved.keys():
+            met = moving.reachable({name: anew[name]})[1].values()
+            tensors = {_memory_of(each) for each in met if isinstance(each, torch.Tensor)}
+            is_models = bool(tensors) and tensors <= addresses
+            if met and not is_models and name not in run.values:
+                self.noted.add(name)
+                yield (
+                    f"{printable(name)} is computed from the weights before the batches of an epoch, and a process "
+                    f'that resumes inside the epoch computes it from later ones; write run["{name}"] = {name}, and use '
+                    f'run["{name}"] in the steps, or for the data: run.batches(lambda: …)'
+                )
         self.entries, self.ids = current, ids
 
 
@@ -166,8 +187,7 @@ def unsaved_objects(named: Iterable[Any], left_out: tuple[type, ...] = ()) -> di
         for name, value in {**frame.f_globals, **frame.f_locals}.items()
         if _has_state(name, value) and not issubclass(type(value), left_out)
     }
-    inner = {name: unwrapped(value) if isinstance(value, nn.Module) else value for name, value in stateful.items()}
-    return {name: value for name, value in stateful.items() if not {id(value), id(inner[name])} & ids}
+    return {name: value for name, value in stateful.items() if not {id(value), id(_unwrapped(value))} & ids}
 
 
 def _has_state(name: str, value: Any) -> bool:
@@ -182,7 +202,8 @@ def _has_state(name: str, value: Any) -> bool:
             and not value.gi_running
             and not value.gi_code.co_filename.startswith(moving.OURS)
         )
-    if issubclass(kind, (itertools.cycle, torch.utils.data.dataloader._BaseDataLoaderIter)):
+    is_iterator = str(kind.__module__) in ("builtins", "itertools") and hasattr(kind, "__next__")
+    if is_iterator or issubclass(kind, torch.utils.data.dataloader._BaseDataLoaderIter):
         return True
     if kind in (io.TextIOWrapper, io.BufferedWriter):
         return not value.closed and value.writable() and value.fileno() > 2
@@ -201,13 +222,11 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     plain: dict[str, Any] = {}
     mutable: dict[str, Any] = {}
     for frame in _script():
-        code, offset = list(dis.get_instructions(frame.f_code)), frame.f_lasti
+        code, bodies = _loops(frame)
         # `bad += 1` uses what an earlier step left, also where another branch before it sets `bad = 0`.
         pairs = itertools.pairwise(code)
         stores = [after.argval for previous, after in pairs if _IN_PLACE.match(f"{previous.opname} {previous.argrepr}")]
         updated = {name[0] if isinstance(name, tuple) else name for name in stores}
-        loops = [(instruction.offset, instruction.argval) for instruction in code if instruction.opname == "FOR_ITER"]
-        bodies = [(begin, end) for begin, end in reversed(loops) if begin <= offset < end]  # the innermost first
         uses: dict[str, tuple[bool, bool]] = {}  # of variables set: in the innermost body?  used before?
         used_later = set[str]()  # behind the loop
         for body in bodies:
@@ -217,8 +236,7 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
                 is_inside = body[0] <= instruction.offset < body[1]
                 if is_inside and "JUMP" in instruction.opname and instruction.argval < body[1]:
                     branch_end = max(branch_end, instruction.argval)
-                names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
-                for verb, name in zip(_MENTION.findall(instruction.opname), names, strict=False):
+                for verb, name in _mentions(instruction):
                     if is_inside:
                         if verb == "LOAD" or name not in updated or instruction.offset >= branch_end:
                             first_uses.setdefault(name, verb)
@@ -229,7 +247,8 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         is_module = frame.f_locals is frame.f_globals or frame.f_code.co_name == "<module>"
         for name, value in frame.f_locals.items():
             is_known = name in carried or name in plain or name in mutable
-            if is_known or name.startswith("_") or not _is_of_script(type(value)):
+            kind = value if issubclass(type(value), type) else type(value)
+            if is_known or name.startswith("_") or not _is_of_script(kind):
                 continue
             is_inner, is_used = uses.get(name, (False, False))
             is_fixed = issubclass(type(value), _FIXED)
@@ -239,6 +258,49 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
             elif not is_inner and not is_fixed:
                 mutable[name] = value
     return carried, plain, mutable
+
+
+def _loops(frame: FrameType) -> tuple[list[dis.Instruction], list[tuple[int, int]]]:
+    """The instructions of a frame, and where the bodies of the loops that it is in begin and end, innermost first."""
+    code = list(dis.get_instructions(frame.f_code))
+    loops = [(instruction.offset, instruction.argval) for instruction in code if instruction.opname == "FOR_ITER"]
+    return code, [(begin, end) for begin, end in reversed(loops) if begin <= frame.f_lasti < end]
+
+
+def _mentions(instruction: dis.Instruction) -> Iterator[tuple[str, str]]:
+    """The variables that an instruction loads or stores: `LOAD` or `STORE`, and the name."""
+    names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+    return zip(_MENTION.findall(instruction.opname), names, strict=False)
+
+
+def computed_before(modules: Collection[int]) -> dict[str, Any]:
+    """The variables that the body of an outer loop computes from modules (their ids) before it comes to the inner one,
+    which uses them, or others that were made of them."""
+    frame = next(_script(), None)
+    code, bodies = _loops(frame) if frame is not None else ([], [])
+    if frame is None or len(bodies) < 2:
+        return {}
+    (inner, end), (outer, _) = bodies[:2]
+    origins = {name: "" for name, value in frame.f_locals.items() if id(_unwrapped(value)) in modules}
+    loaded, used, is_over = set[str](), set[str](), False  # by a statement; by the inner loop
+    for instruction in code:
+        place = instruction.offset
+        for verb, name in _mentions(instruction):
+            if verb == "LOAD" and inner <= place < end:
+                used.add(name)
+            elif verb == "LOAD" and outer < place < inner:
+                loaded, is_over = {name} if is_over else loaded | {name}, False
+            elif outer < place < inner:
+                sources = [origins[each] for each in loaded if each in origins]
+                origins |= {name: sources[0] or name} if sources and name not in origins else {}
+                is_over = True
+        is_over = is_over or (outer < place < inner and instruction.opname == "POP_TOP")
+    names = {origins[name] for name in used | loaded if name in origins}  # the last statement makes the inner loop
+    return {name: frame.f_locals[name] for name in names if name in frame.f_locals}
+
+
+def _unwrapped(value: Any) -> Any:
+    return unwrapped(value) if issubclass(type(value), nn.Module) else value
 
 
 def _holds_weights(value: Any) -> bool:

@@ -24,7 +24,7 @@ from ckptool.training.saving import plain_state, refuse_not_plain, to_cpu
 Optimizer = torch.optim.Optimizer
 Schedule = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 _KINDS = (nn.Module, Optimizer, *Schedule, GradScaler)
-SUFFIX, SETTING = "_state_dict", "requires_grad"
+SUFFIX = "_state_dict"
 
 
 class Objects:
@@ -211,10 +211,24 @@ class Objects:
                     "Give the module: ckptool.Run(…, model=model); or torch.nn.ParameterList([parameter])",
                 )
 
-    def requires_grad(self) -> dict[str, str]:
-        """Which parameters are trained, in the form of `moving.snapshot`: no state dict has this."""
-        named = ((label, *each) for label, module in self.modules.items() for each in module.named_parameters())
-        return {f"{SETTING} {label}.{key}": f"{SETTING}: {parameter.requires_grad}" for label, key, parameter in named}
+    def modes(self) -> dict[str, dict[str, list[str]]]:
+        """What no state dict has of the modules: their parts in evaluation mode, their frozen parameters."""
+        return {
+            label: {
+                "evaluating": [name for name, part in module.named_modules() if not part.training],
+                "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+            }
+            for label, module in self.modules.items()
+        }
+
+    def set_modes(self, saved: Mapping[str, Mapping[str, list[str]]]) -> None:
+        """Sets what `modes` gave."""
+        for label, modes in saved.items():
+            evaluating, frozen = set(modes["evaluating"]), set(modes["frozen"])
+            for name, part in self.modules[label].named_modules():
+                part.training = name not in evaluating
+            for name, parameter in self.modules[label].named_parameters():
+                parameter.requires_grad = name not in frozen
 
     def optimizer_without_its_schedule(self) -> str:
         """The name of an optimizer whose schedule was not given; empty for none."""
@@ -223,10 +237,11 @@ class Objects:
         return next((name for name, group in self._groups() if "initial_lr" in group), "")
 
     def options(self) -> dict[str, list[dict[str, Any]]]:
-        """The plain options of every optimizer's groups (`lr`, `fused`) and every schedule (`T_max`), as the script set
-        them."""
+        """The plain options of every optimizer's groups (`lr`, `fused`) and every schedule (`T_max`), and what of every
+        module is frozen, as the script set them."""
         groups: dict[str, list[dict[str, Any]]] = {name: each.param_groups for name, each in self.of(Optimizer).items()}
         groups |= {name: [vars(each)] for name, each in self.of(Schedule).items()}
+        groups |= {name: [{"frozen": listed(modes["frozen"], 3) or "none"}] for name, modes in self.modes().items()}
         return {
             name: [{key: value for key, value in group.items() if _is_option(key, value)} for group in each]
             for name, each in groups.items()
@@ -270,6 +285,7 @@ class Window:
         self._stepped: set[int] = set()  # the optimizers, by index, that stepped in this body
         self.zeroed: set[int] = set()  # those whose gradients were zeroed in place
         self.renewing: set[int] = set()  # of several, those that start afresh; saved, as saves depend on it
+        self.is_adding = False  # an optimizer stepped by gradients that were added to those of its last step
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
         this = weakref.ref(self)
@@ -293,6 +309,10 @@ class Window:
         else:
             self._counts[index] += 1
             self._stepped.add(index)
+            key, gradient = next(_gradients(optimizer), (0, None))
+            # One change since it was used is a backward pass; to zero it would have been another.
+            if gradient is not None and self._changes(key, gradient) == 1:
+                self.is_adding = self.is_adding or bool(_values_of(gradient).any())
             if len(self._optimizers) > 1:
                 gradients = _gradients(optimizer)
                 remained = any(key in self._initial and self._initial[key]() is gradient for key, gradient in gradients)
@@ -331,11 +351,14 @@ class Window:
         if self._updates() != self._scaled:
             return False
         for key, gradient in _gradients(*self._optimizers):
-            used, version = self._used.get(key, (None, 0))
-            is_new = used is None or used() is not gradient or version != gradient._version
-            if is_new and bool(local(gradient._values() if gradient.is_sparse else gradient).any()):
+            if self._changes(key, gradient) != 0 and bool(_values_of(gradient).any()):
                 return True
         return False
+
+    def _changes(self, parameter: int, gradient: torch.Tensor) -> int | None:
+        """How often a gradient was changed since its optimizer used it; None if that never did."""
+        used, version = self._used.get(parameter, (None, 0))
+        return gradient._version - version if used is not None and used() is gradient else None
 
     def _updates(self) -> int:
         """How often the scalers were updated in this process, also after a step that they skipped."""
@@ -348,6 +371,11 @@ def _gradients(*optimizers: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     parameters = (parameter for group in groups for parameter in group["params"])
     return ((id(parameter), parameter.grad) for parameter in parameters if parameter.grad is not None)
+
+
+def _values_of(gradient: torch.Tensor) -> torch.Tensor:
+    """The values of a gradient, dense or sparse, in this process."""
+    return local(gradient._values() if gradient.is_sparse else gradient)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
