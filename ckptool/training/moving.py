@@ -273,4 +273,4 @@ def _is(value: Any, module: str, name: str) -> bool:
 
 @functools.cache
 def _of_every_module() -> frozenset[str]:
-    return frozenset(vars(sys.modules["torch"].nn.Module()))
+    return frozenset(vars(sys.modules["torch"].nn.Module())) - {"training"}

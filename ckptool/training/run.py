@@ -431,6 +431,8 @@ class Run:
         """The data of the current epoch, from the run's place on."""
         resumed = bool(self.position.batch)
         if resumed and (origin := self._resumed) is not None:  # undoes what the body of `epochs` repeated
+            for handle in origin.watch:
+                handle.remove()
             self._take(loaded(origin.path, self.objects.in_parts), origin.path)
             self._resumed = None
             self._say_counted()
@@ -529,7 +531,7 @@ class Run:
             )
         if self.position.epoch if nested else self.step:
             self._say_counted()
-        self._resumed = resumed._replace(random=None) if inside else None
+        self._resumed = resumed._replace(random=None, watch=self._watch_calls()) if inside else None
         now = self._capture(self.objects.generators)
         if self._seed is None and resumed.random is not None and rng.moved(now, resumed.random):
             self._say_once(
@@ -537,6 +539,20 @@ class Run:
                 "this resumed process. A batch that was fetched there is not the one that the stopped process had: "
                 'keep it, run["batch"] = batch, and begin with: batch = run["batch"] if run.resumed else …'
             )
+
+    def _watch_calls(self) -> list[Any]:
+        """The handles of hooks that tell of modules that are called before the batches of an epoch resumed inside."""
+
+        def before(module: nn.Module, inputs: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._say_once(
+                    "a model was called in the body of run.epochs before its batches. This process resumed inside the "
+                    f"epoch, and so it was called with the weights of step {self._saver.step:,}: what it gave, and the "
+                    'epoch needs, has to be a value, run["labels"] = labels, which the steps use as run["labels"], and '
+                    "the data: run.batches(lambda: …)"
+                )
+
+        return [module.register_forward_pre_hook(before) for module in self.objects.modules.values()]
 
     def _say_counted(self) -> None:
         for kind in counters_around(self._iterator()):
@@ -722,13 +738,14 @@ _END = object()
 
 class _Resumed(NamedTuple):
     """The checkpoint that was resumed from, until the loop begins. random: until the first loop does.  modes: see
-    `Objects`."""
+    `Objects`.  watch: see `_watch_calls`."""
 
     path: str
     values: dict[str, Any]
     random: rng.State | None
     options: dict[str, list[dict[str, Any]]]
     modes: dict[str, dict[str, list[str]]]
+    watch: Sequence[Any] = ()
 
 
 def _world(objects: Objects) -> World:

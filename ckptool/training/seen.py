@@ -13,7 +13,7 @@ import itertools
 import re
 import sys
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType, GeneratorType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -127,9 +127,9 @@ class Looks:
         before = {name: entry for name, entry in self.entries.items() if re.split(r"[.\[#]", name)[0] not in rebound}
         saved = moving.saved_names({name: value.state_dict() for name, value in objects.modules.items()})
         saved |= {*generators, *(objects.named.keys() - objects.modules.keys())}
-        saved |= {
-            f"{name}.epoch" for name, part in objects_met.items() if callable(getattr(type(part), "set_epoch", 0))
-        }
+        for name, part in objects_met.items():
+            saved |= {f"{name}.epoch"} if callable(getattr(type(part), "set_epoch", None)) else set()
+            saved |= {f"{name}.training"} if issubclass(type(part), nn.Module) else set()
         for name, kind in moving.unsaved(before or current, current, saved).items():
             owner = re.split(r"[\[#]", name)[0]  # an item goes by the name of its container
             if owner not in self.noted:
@@ -141,19 +141,6 @@ class Looks:
             how = _HOW[VARIABLE if kind == moving.ATTRIBUTE and not owner else kind]
             how = how.format(name=names[0], owner=owner, short=short)
             yield f"{listed(names, 8)} ({kind}) {verbs[0]} during training and {verbs[1]} not saved; {how}"
-        is_inside = run._loop == "run.epochs" and run.position.batch > 0
-        anew = computed_before(set(map(id, modules))) if is_inside else {}
-        for name in anew.keys() - self.noted - unsaved.keys():
-            met = moving.reachable({name: anew[name]})[1].values()
-            tensors = {_memory_of(each) for each in met if isinstance(each, torch.Tensor)}
-            is_models = bool(tensors) and tensors <= addresses
-            if met and not is_models and name not in run.values:
-                self.noted.add(name)
-                yield (
-                    f"{printable(name)} is computed from the weights before the batches of an epoch, and a process "
-                    f'that resumes inside the epoch computes it from later ones; write run["{name}"] = {name}, and use '
-                    f'run["{name}"] in the steps, or for the data: run.batches(lambda: …)'
-                )
         self.entries, self.ids = current, ids
 
 
@@ -187,7 +174,8 @@ def unsaved_objects(named: Iterable[Any], left_out: tuple[type, ...] = ()) -> di
         for name, value in {**frame.f_globals, **frame.f_locals}.items()
         if _has_state(name, value) and not issubclass(type(value), left_out)
     }
-    return {name: value for name, value in stateful.items() if not {id(value), id(_unwrapped(value))} & ids}
+    inner = {name: unwrapped(value) if isinstance(value, nn.Module) else value for name, value in stateful.items()}
+    return {name: value for name, value in stateful.items() if not {id(value), id(inner[name])} & ids}
 
 
 def _has_state(name: str, value: Any) -> bool:
@@ -222,11 +210,13 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     plain: dict[str, Any] = {}
     mutable: dict[str, Any] = {}
     for frame in _script():
-        code, bodies = _loops(frame)
+        code, offset = list(dis.get_instructions(frame.f_code)), frame.f_lasti
         # `bad += 1` uses what an earlier step left, also where another branch before it sets `bad = 0`.
         pairs = itertools.pairwise(code)
         stores = [after.argval for previous, after in pairs if _IN_PLACE.match(f"{previous.opname} {previous.argrepr}")]
         updated = {name[0] if isinstance(name, tuple) else name for name in stores}
+        loops = [(instruction.offset, instruction.argval) for instruction in code if instruction.opname == "FOR_ITER"]
+        bodies = [(begin, end) for begin, end in reversed(loops) if begin <= offset < end]  # the innermost first
         uses: dict[str, tuple[bool, bool]] = {}  # of variables set: in the innermost body?  used before?
         used_later = set[str]()  # behind the loop
         for body in bodies:
@@ -236,7 +226,8 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
                 is_inside = body[0] <= instruction.offset < body[1]
                 if is_inside and "JUMP" in instruction.opname and instruction.argval < body[1]:
                     branch_end = max(branch_end, instruction.argval)
-                for verb, name in _mentions(instruction):
+                names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+                for verb, name in zip(_MENTION.findall(instruction.opname), names, strict=False):
                     if is_inside:
                         if verb == "LOAD" or name not in updated or instruction.offset >= branch_end:
                             first_uses.setdefault(name, verb)
@@ -258,49 +249,6 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
             elif not is_inner and not is_fixed:
                 mutable[name] = value
     return carried, plain, mutable
-
-
-def _loops(frame: FrameType) -> tuple[list[dis.Instruction], list[tuple[int, int]]]:
-    """The instructions of a frame, and where the bodies of the loops that it is in begin and end, innermost first."""
-    code = list(dis.get_instructions(frame.f_code))
-    loops = [(instruction.offset, instruction.argval) for instruction in code if instruction.opname == "FOR_ITER"]
-    return code, [(begin, end) for begin, end in reversed(loops) if begin <= frame.f_lasti < end]
-
-
-def _mentions(instruction: dis.Instruction) -> Iterator[tuple[str, str]]:
-    """The variables that an instruction loads or stores: `LOAD` or `STORE`, and the name."""
-    names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
-    return zip(_MENTION.findall(instruction.opname), names, strict=False)
-
-
-def computed_before(modules: Collection[int]) -> dict[str, Any]:
-    """The variables that the body of an outer loop computes from modules (their ids) before it comes to the inner one,
-    which uses them, or others that were made of them."""
-    frame = next(_script(), None)
-    code, bodies = _loops(frame) if frame is not None else ([], [])
-    if frame is None or len(bodies) < 2:
-        return {}
-    (inner, end), (outer, _) = bodies[:2]
-    origins = {name: "" for name, value in frame.f_locals.items() if id(_unwrapped(value)) in modules}
-    loaded, used, is_over = set[str](), set[str](), False  # by a statement; by the inner loop
-    for instruction in code:
-        place = instruction.offset
-        for verb, name in _mentions(instruction):
-            if verb == "LOAD" and inner <= place < end:
-                used.add(name)
-            elif verb == "LOAD" and outer < place < inner:
-                loaded, is_over = {name} if is_over else loaded | {name}, False
-            elif outer < place < inner:
-                sources = [origins[each] for each in loaded if each in origins]
-                origins |= {name: sources[0] or name} if sources and name not in origins else {}
-                is_over = True
-        is_over = is_over or (outer < place < inner and instruction.opname == "POP_TOP")
-    names = {origins[name] for name in used | loaded if name in origins}  # the last statement makes the inner loop
-    return {name: frame.f_locals[name] for name in names if name in frame.f_locals}
-
-
-def _unwrapped(value: Any) -> Any:
-    return unwrapped(value) if issubclass(type(value), nn.Module) else value
 
 
 def _holds_weights(value: Any) -> bool:

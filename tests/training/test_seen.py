@@ -268,47 +268,47 @@ def test_a_loop_resumes_once_what_the_notes_say_is_written(
     assert [ended(tmp_path / "mended and killed", text, kill) for kill in (3, 5, None)][-1] == whole, text
 
 
-# What the body of run.epochs computes from the weights before its batches; where it is used; what is named.
-COMPUTED = {
-    "labels of the model's own": ("pseudo = model(data).detach()", "pseudo", "0", "pseudo"),
-    "a loader of them": ("pseudo = model(data).detach()\n    mine = list(pseudo.split(4))", "mine", "x", "pseudo"),
-    "a copy of the weights": (
-        "before = [p.detach().clone() for p in model.parameters()]",
-        "loader",
-        "before[0]",
-        "before",
-    ),
-    "the parameters themselves": ("own = [p for p in model.parameters()]", "loader", "own[0]", ""),
-    "a number": ("count = sum(p.numel() for p in model.parameters())", "loader", "count", ""),
-    "what the steps do not use": ("norm = model.weight.norm()", "loader", "0", ""),
-    "nothing of the model": ("noise = torch.rand(4); model.train()", "loader", "noise", ""),
+# What the body of run.epochs does before its batches; whether that is named where the run resumes inside the epoch.
+BEFORE = {
+    "labels of the model's own": ("labels = model(data)", True),
+    "in a function": ("labels = labelled()", True),
+    "of another model": ("labels = teacher(data)", False),
+    "nothing": ("model.train(); optimizer.zero_grad(); order = torch.randperm(3)", False),
 }
 
 
-@pytest.mark.parametrize("name", COMPUTED)
-def test_what_the_body_of_epochs_computes_from_the_weights_before_its_batches_is_named(
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_model_that_is_called_before_the_batches_of_an_epoch_resumed_inside_is_named(
     tmp_path: Path, name: str
 ) -> None:
-    text, data, used, wanted = COMPUTED[name]
-    model, said = nn.Linear(4, 1), list[str]()
-    loop = (
-        f"for epoch in run.epochs(2):\n    {text}\n    for step, x in run.batches({data}):\n        y = {used}\n"
-        "        run.save()"
-    )
-    with Run(tmp_path, model=model, say=said.append) as run:
-        names = {"torch": torch, "data": torch.rand(12, 4), "loader": [torch.rand(3, 4)] * 3, "__name__": "loop"}
-        exec(loop, {**names, "run": run, "model": model})
-    noted = [line.split(" is computed from the weights before")[0] for line in said if "from the weights" in line]
-    assert noted == [*filter(None, [wanted])], said
+    text, wanted = BEFORE[name]
+    noted = []
+    for kill in (1, None):
+        model, teacher, said = nn.Linear(4, 1), nn.Linear(4, 1), list[str]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        names = {"torch": torch, "model": model, "teacher": teacher, "compiled": compiled, "optimizer": optimizer}
+        names |= {"data": torch.rand(12, 4), "labelled": lambda of=model: of(torch.rand(12, 4))}
+        run = Run(tmp_path, model=compiled, optimizer=optimizer, say=said.append)
+        with suppress(Killed), run:
+            for _ in run.epochs(2):
+                exec(text, names)
+                for step, batch in run.batches(torch.rand(3, 2, 4)):
+                    compiled(batch)
+                    run.save()
+                    if step == 2 and kill:
+                        raise Killed
+        noted.append([line for line in said if line.startswith("a model was called")])
+    assert [len(lines) for lines in noted] == [0, wanted], noted
 
 
 def test_labels_of_the_models_own_that_are_values_of_the_run_resume_inside_an_epoch(tmp_path: Path) -> None:
     ends, data = [], torch.rand(12, 4)
     for folder, kill in (("whole", None), ("killed", 2), ("killed", 5), ("killed", None)):
         seeded()
-        model, said = nn.Linear(4, 1), list[str]()
+        model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with suppress(Killed), Run(tmp_path / folder, model=model, optimizer=optimizer, say=said.append) as run:
+        with suppress(Killed), Run(tmp_path / folder, model=model, optimizer=optimizer, say=str) as run:
             for _ in run.epochs(3):
                 run["labels"] = (model(data).detach() * 2).sin()
                 for step, (x, y) in run.batches(lambda: zip(data.split(4), run["labels"].split(4), strict=True)):
@@ -319,7 +319,6 @@ def test_labels_of_the_models_own_that_are_values_of_the_run_resume_inside_an_ep
                     if step == kill:
                         raise Killed
         ends.append(model.weight.tolist())
-        assert not [line for line in said if "from the weights" in line]
     assert ends[-1] == ends[0]
 
 

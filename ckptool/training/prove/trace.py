@@ -31,6 +31,7 @@ _ORDER = (
 )
 _EFFECTS = (BUFFER, VALUE)
 _MEMORY = re.compile(r"value: \w+ of \d+")  # a container and its length: no effect
+_TENSOR = re.compile(r"value: \[")
 _VALUE = "{average}`{name}` ({kind}) is {here} in the unbroken run and {there} after the restart"
 _WORDS = {
     BATCH: "samples differ: the batch of step {step} is not that of the unbroken run",
@@ -42,6 +43,7 @@ _WORDS = {
     RANDOM: "the global generator of {name} is in a different state",
     GENERATOR: "`{name}`, a generator, is in a different state",
 }
+_WINDOW = "gradients: those of step {step} lack the batches before the save, which was inside gradient accumulation"
 MOST = 3  # sentences on one cause
 _AVERAGES = ("ema", "average", "avg", "swa", "shadow")
 NOT_RESTORED = "the weights it resumed from match no step: a torn file, or not all were restored"
@@ -157,6 +159,7 @@ class Reference:
         keys = (self.moved - self.chance - idle) & mine.keys() & theirs.keys()
         if self.steps[index].age != other.age:  # the variables were looked at in other steps
             keys = {key for key in keys if key[1] not in other.found or key[0] != kind_of(other.found[key[1]])}
+        keys -= set() if self.steps[index].inputs and other.inputs else {(BATCH, "")}  # no model was trained, or seen
         return {key for key in keys if mine[key] != theirs[key]}
 
     def divergence(self, life: Life, *, ended: bool = False) -> Divergence | None:
@@ -213,7 +216,9 @@ class Reference:
         keys = {key for key in keys if not key[1].startswith(prefixes)}
         kinds = (*_ORDER, *_EFFECTS)
         mine, theirs = self.facts[index], other.facts()
-        relevant = {key for key in keys if key[0] not in _EFFECTS or _MEMORY.fullmatch(mine[key])} or keys
+        relevant = {key for key in keys if key[0] not in _EFFECTS or _MEMORY.fullmatch(mine[key])}
+        if relevant <= {(BATCH, "")}:  # of which something else may be the cause: a number, but no tensor of the batch
+            relevant |= {key for key in keys if not relevant or not _TENSOR.match(mine[key])}
         ranked = sorted(relevant, key=lambda key: (kinds.index(key[0]), key[1].count("."), key[1]))
         groups: dict[Key, list[Key]] = {}  # what is put back together
         drawing = {name.split(".")[0] for kind, name in ranked if kind == GENERATOR and "." in name}
@@ -236,6 +241,8 @@ class Reference:
         expected, actual = (printable(text.partition(": ")[2]) for text in (mine, theirs))
         if kind == RATE:
             expected, actual = mine.strip("[]"), theirs.strip("[]")
+        if kind == BATCH and mine != theirs and mine.endswith(theirs[1:]):  # the last of several
+            return _WINDOW.format(step=index + 1)
         average = "EMA: " if _is_average(f"{name} {expected}") else ""
         values = {"here": expected, "there": actual, "of": expected.partition(" ")[0], "average": average}
         return _WORDS.get(kind, _VALUE).format(kind=kind, name=name, step=index + 1, **values)

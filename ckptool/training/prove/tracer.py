@@ -36,7 +36,8 @@ WEIGHTS, SCHEDULER, SCALER = "weights", "scheduler", "scaler"
 
 
 class Tracer:
-    """Hooks into torch; records what happened since the last step. count: steps so far.  depth: of calls of modules.
+    """Hooks into torch; records what happened since the last step. count: steps so far.  calls: of models since the
+    last, with gradients.  depth: of calls of modules.
 
     age: steps since the last look at the variables.  walked: digests of the weights at which to look.  spent: seconds
     that looking took.  names: of optimizers, by their ids.
@@ -47,7 +48,7 @@ class Tracer:
         self.inputs: list[str] = []
         self.last: dict[str, str] = {}
         self.files: dict[str, Any] = {}
-        self.count = self.depth = self.age = 0
+        self.count = self.calls = self.depth = self.age = 0
         self.walked: set[str] = set()
         self.spent = self.first = 0.0
         self.names: dict[int, str] = {}
@@ -121,11 +122,12 @@ class Tracer:
         if torch.compiler.is_compiling():
             return
         self.depth += 1
-        if self.depth > 1 or not torch.is_grad_enabled() or len(self.inputs) == MOST:
+        if self.depth > 1 or not torch.is_grad_enabled():
             return
         with suppress(Exception):
             tensors = [tensor for tensor in args if type(tensor) is torch.Tensor]
-            if not self.inputs:
+            self.calls += 1
+            if self.calls == 1:
                 if self.count in self.plan["keep"]:
                     path = os.path.join(self.folder, f"values-{self.count}")
                     torch.save({"values": self.values(), "begun": self.begun, "given": tensors}, f"{path}.tmp")
@@ -135,7 +137,8 @@ class Tracer:
                     self.put_back(stored["values"])
                     for old, new in zip(tensors, stored["given"] if "batch:" in self.plan["put"] else (), strict=False):
                         old.data = new
-            self.inputs.append(self.digests(tensors))
+            if module.training and len(self.inputs) < MOST:  # else it is validated
+                self.inputs.append(self.digests(tensors))
 
     def after_call(self, module: Any, args: Any, result: Any) -> None:
         if not sys.modules["torch"].compiler.is_compiling():
@@ -156,7 +159,7 @@ class Tracer:
                 line["gone"] = [*(self.last.keys() - entries.keys())]
                 self.last, self.age = entries, 0
             line |= {"optimizer": self.names[id(optimizer)], "age": self.age}
-            self.inputs, self.depth = [], 0
+            self.inputs, self.calls, self.depth = [], 0, 0
             if self.file is None:
                 dist: Any = sys.modules.get("torch.distributed")
                 dist = dist if dist is not None and dist.is_available() else None
@@ -225,8 +228,14 @@ class Tracer:
                 text = repr(plain(value.state_dict())).encode()
                 entries[name] = f"{kind}: {type(value).__name__} {self.moving.digest(text)}"
         prefixes: tuple[str, ...] = ()
+        outer: tuple[str, ...] = ()
         for name, value in of_class(objects, torch.nn.Module).items():
             parameters = list(value.parameters())
+            if not name.startswith(outer):
+                outer += (f"{name}.",)
+                flags = [parameter.requires_grad for parameter in parameters]
+                number = f"{sum(flags)} of {len(flags)} parameters, {self.moving.digest(bytes(flags))}"
+                entries[f"{name}.requires_grad"] = f"{self.moving.MODULE_ATTRIBUTE}: {number}"
             if parameters and not name.startswith(prefixes) and not trained & set(map(id, parameters)):
                 prefixes += (f"{name}.",)
                 entries[name] = f"{WEIGHTS}: {type(value).__name__} {self.digests(parameters)}"
@@ -262,11 +271,16 @@ class Tracer:
         entries, objects = self.walk()
         values: dict[str, Any] = {}
         for name in (*entries, *of_class(objects, sys.modules["torch"].optim.Optimizer)):
-            owner, _, attribute = name.rpartition(".")
             with suppress(KeyError, TypeError):
-                value = objects[name] if name in objects else vars(objects[owner])[attribute]
+                value = objects[name] if name in objects else self.home(objects, name)[name.rpartition(".")[2]]
                 values[name] = plain(value.state_dict() if hasattr(value, "load_state_dict") else value)
         return {"random": self.generators(objects), "values": values}
+
+    def home(self, objects: dict[str, Any], name: str) -> dict[str, Any]:
+        """Where a plain value is: in the attributes of an object, or the variables of a module of the program."""
+        owner, _, attribute = name.rpartition(".")
+        modules = [vars(module) for module in self.modules if attribute in vars(module)]
+        return vars(objects[owner]) if owner else {} if not modules else modules[0]
 
     def stored(self) -> dict[str, Any]:
         """The values that an earlier process stored for this one."""
@@ -296,13 +310,13 @@ class Tracer:
                 if name not in names and not fetched:
                     continue
                 if target is None:
-                    vars(objects[owner])[attribute] = value
+                    self.home(objects, name)[attribute] = value
                 elif hasattr(target, "load_state_dict"):
                     target.load_state_dict(value)
                 elif hasattr(target, "data_ptr"):
                     target.data = value
                 else:
-                    target[...] = value
+                    target[slice(None) if isinstance(target, list) else ...] = value
 
 
 def beside(name: str) -> Any:
