@@ -31,7 +31,6 @@ _ORDER = (
 )
 _EFFECTS = (BUFFER, VALUE)
 _MEMORY = re.compile(r"value: \w+ of \d+")  # a container and its length: no effect
-_TENSOR = re.compile(r"value: \[")
 _VALUE = "{average}`{name}` ({kind}) is {here} in the unbroken run and {there} after the restart"
 _WORDS = {
     BATCH: "samples differ: the batch of step {step} is not that of the unbroken run",
@@ -216,9 +215,9 @@ class Reference:
         keys = {key for key in keys if not key[1].startswith(prefixes)}
         kinds = (*_ORDER, *_EFFECTS)
         mine, theirs = self.facts[index], other.facts()
-        relevant = {key for key in keys if key[0] not in _EFFECTS or _MEMORY.fullmatch(mine[key])}
-        if relevant <= {(BATCH, "")}:  # of which something else may be the cause: a number, but no tensor of the batch
-            relevant |= {key for key in keys if not relevant or not _TENSOR.match(mine[key])}
+        relevant = {key for key in keys if key[0] not in _EFFECTS or _MEMORY.fullmatch(mine[key])} or keys
+        if relevant == {(BATCH, "")}:  # a number of the script may be the cause, but no tensor: that is of the batch
+            relevant |= {key for key in keys if key[0] == VALUE and not mine[key].startswith(f"{VALUE}: [")}
         ranked = sorted(relevant, key=lambda key: (kinds.index(key[0]), key[1].count("."), key[1]))
         groups: dict[Key, list[Key]] = {}  # what is put back together
         drawing = {name.split(".")[0] for kind, name in ranked if kind == GENERATOR and "." in name}
