@@ -51,6 +51,24 @@ def visit(root: Any, parts: Callable[[Any], Iterable[Any]] = structural_parts) -
             stack.extend(reversed(children))
 
 
+def above(root: Any, wanted: Callable[[Any], bool]) -> set[int]:
+    """The ids of all objects from which one that is `wanted` is reached, and its own; they hold while `root` lives."""
+    holders: dict[int, list[int]] = {}
+    stack = list[int]()
+    for node in visit(root):
+        for part in structural_parts(node):
+            if type(part) not in SCALARS:
+                holders.setdefault(id(part), []).append(id(node))
+        if wanted(node):
+            stack.append(id(node))
+    reaching: set[int] = set()
+    while stack:
+        if (at := stack.pop()) not in reaching:
+            reaching.add(at)
+            stack += holders.get(at, ())
+    return reaching
+
+
 def _equal(one: Any, other: Any) -> bool:
     """True for equal values without parts of their own; NaN equals NaN."""
     if hasattr(one, "storage"):

@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from glob import escape
 from itertools import count, islice
 from types import MappingProxyType
 from typing import NoReturn
@@ -234,6 +235,11 @@ def matcher(pattern: str) -> Matcher:
         return lambda key: expression.search(key) is not None
     compiled = re.compile(fnmatch.translate(pattern))
     return lambda key: compiled.match(key) is not None
+
+
+def literal(key: object) -> str:
+    """The pattern that matches this key alone."""
+    return re.sub(r"^re:", "[r]e:", escape(str(key)))
 
 
 def selected(keys: Iterable[str], only: Sequence[str] = (), exclude: Sequence[str] = ()) -> set[str]:

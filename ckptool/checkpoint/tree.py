@@ -166,17 +166,21 @@ def address(path: Path) -> str:
 def find(tree: Any, text: str) -> tuple[Path, Any]:
     """The path and node that an address leads to; the whole tree for an empty one.
 
-    Below a pickled module, the names of its state dict are found as well.
+    Below a pickled module, the names of its state dict are found as well. Slashes at the end count where the key is
+    empty.
 
     Raises `MissingKey`, which lists what is there, if nothing is; `Ambiguous` if the keys 0 and '0' both are.
     """
     path: Path = ()
     node = tree
-    for part in text.strip("/").split("/") if text.strip("/") else ():
+    parts = text.lstrip("/").split("/") if text.strip("/") else []
+    for number, part in enumerate(parts):
         if _is_plain_name(node, part):
             path, node = (*path, part), node[part]
             continue
         matches = matching(children(node), part) or matching((module_state_dict(node) or {}).items(), part)
+        if not matches and not any(parts[number:]):
+            break
         if not matches:
             where = f"in {address(path)}" if path else "at the top level"
             raise MissingKey.among(part, partial(_names_in, node), where, partial(_first_named, node, path, part))
@@ -232,7 +236,7 @@ def replaced_at(tree: Any, path: Path, node: Any) -> Any:
     Raises `UsageError` where the path goes by a name that only a module's state dict has.
     """
     for holder, segment in zip(reversed(holders(tree, path)), reversed(path), strict=True):
-        node = _with_part(holder, segment, node)
+        node = with_part(holder, segment, node)
     return node
 
 
@@ -249,7 +253,7 @@ def holders(tree: Any, path: Path) -> list[Any]:
     return containers[:-1]
 
 
-def _with_part(holder: Any, segment: Any, part: Any) -> Any:
+def with_part(holder: Any, segment: Any, part: Any) -> Any:
     """A copy of a container with another part at a segment, one of those that `children` gives."""
     if isinstance(holder, OrderedDict) and segment not in holder:
         return OrderedDict(holder, {**(holder.attributes or {}), segment: part})
@@ -259,18 +263,18 @@ def _with_part(holder: Any, segment: Any, part: Any) -> Any:
         return type(holder)(part if number == segment else old for number, old in enumerate(holder))
     copied = copy(holder)
     if isinstance(holder, Set):
-        copied.items = _with_part(holder.items, segment, part)
+        copied.items = with_part(holder.items, segment, part)
     elif segment in _CALL_PARTS:
         setattr(copied, _CALL_PARTS[segment], part)
     elif segment in (holder.items or {}):
-        copied.items = _with_part(holder.items, segment, part)
+        copied.items = with_part(holder.items, segment, part)
     elif type(segment) is int and segment < len(holder.elements or ()):
-        copied.elements = _with_part(holder.elements, segment, part)
+        copied.elements = with_part(holder.elements, segment, part)
     elif isinstance(holder.state, dict):
-        copied.state = _with_part(holder.state, segment, part)
+        copied.state = with_part(holder.state, segment, part)
     else:  # (__dict__, __slots__)
         number = 1 if segment in holder.state[1] else 0
-        copied.state = _with_part(holder.state, number, _with_part(holder.state[number], segment, part))
+        copied.state = with_part(holder.state, number, with_part(holder.state[number], segment, part))
     return copied
 
 

@@ -8,15 +8,61 @@ group; torchtitan stores those below `optimizer.`. torch.distributed.checkpoint 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.nodes import same_kind
 from ckptool.errors import Corrupt
 
-_GROUPS = "param_groups."
+# What torch's optimizers keep of a parameter in one number, whatever shape that has (torch/optim/{adam,nadam,asgd}.py).
+NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+PARAMETER_LISTS = frozenset({"params", "param_names"})  # of a group
+_STATE, _GROUPS = "state.", "param_groups."
 _SMALL = 1 << 10  # bytes of an option that is a tensor, as a learning rate may be
 MAX_PLACES = 16  # prefixes of flattened optimizers in one dictionary
 MAX_LEVELS = 16  # of dictionaries in the state of one parameter; Shampoo has three
+
+
+class FlatKey(NamedTuple):
+    """A key of a flattened optimizer: `optimizer.`, `state.` or `param_groups.`, a parameter's name, what is of it."""
+
+    prefix: str
+    section: str
+    name: str
+    inner: tuple[str, ...]
+
+    def text(self, name: str) -> str:
+        """The key for a parameter of that name."""
+        return f"{self.prefix}{self.section}{'.'.join((name, *self.inner))}"
+
+
+def flat_keys(node: Any) -> dict[Any, FlatKey]:
+    """The keys of flattened optimizers in a dictionary; none in anything else, or where nested ones are there, too."""
+    names: dict[str, set[str]] = {}  # of the parameters below each prefix
+    texts = [key for key in node if type(key) is str] if isinstance(node, dict) else []
+    for text in texts:
+        prefix, section, rest = text.partition(_GROUPS)
+        name, _, option = rest.rpartition(".")
+        if section and name and option and (not prefix or prefix.endswith(".")):
+            names.setdefault(prefix, set()).add(name)
+    nested_keys = {key for prefix in names for key in ([prefix[:-1]] if prefix else ["state", "param_groups"])}
+    if not names or len(names) > MAX_PLACES or not nested_keys.isdisjoint(node):
+        return {}
+    sections = [(prefix, section) for prefix in names for section in (_STATE, _GROUPS)]
+    keys: dict[Any, FlatKey] = {}
+    for text in texts:
+        prefix, section = next((pair for pair in sections if text.startswith("".join(pair))), ("", ""))
+        name, _, leaf = text.removeprefix(prefix + section).rpartition(".")
+        if not (section and name):
+            continue
+        # NAME.KEY…: the name is the longest of the groups' names that it begins with, else all but the last part.
+        parameter, inner = name, [leaf]
+        while section == _STATE and parameter not in names[prefix] and len(inner) < MAX_LEVELS and "." in parameter:
+            parameter, _, part = parameter.rpartition(".")
+            inner.insert(0, part)
+        is_known = section == _GROUPS or parameter in names[prefix]
+        keys[text] = FlatKey(prefix, section, *((parameter, (*inner,)) if is_known else (name, (leaf,))))
+    return keys
 
 
 def nested(tree: Any) -> Any:
@@ -28,51 +74,55 @@ def nested(tree: Any) -> Any:
         return tree
     children = {key: _unflattened(value) for key, value in tree.items() if isinstance(value, dict)}
     if any(children[key] is not tree[key] for key in children):
-        tree = {key: children.get(key, value) for key, value in tree.items()}
+        tree = same_kind(tree, {key: children.get(key, value) for key, value in tree.items()})
     return _unflattened(tree)
 
 
 def _unflattened(node: dict[Any, Any]) -> dict[Any, Any]:
     """The dictionary with `state` and `param_groups` in place of the flattened keys that begin with each prefix."""
+    keys = flat_keys(node)
+    if not keys:
+        return node
     options: dict[str, dict[str, dict[str, Any]]] = {}
-    for key in node:
-        if type(key) is not str or _GROUPS not in key:
-            continue
-        prefix, _, rest = key.partition(_GROUPS)
-        name, _, option = rest.rpartition(".")
-        if name and option and (not prefix or prefix.endswith(".")):
-            options.setdefault(prefix, {}).setdefault(name, {})[option] = node[key]
-    new_keys = {name for place in options for name in ([place[:-1]] if place else ["state", "param_groups"])}
-    if not options or len(options) > MAX_PLACES or not new_keys.isdisjoint(node):
-        return node  # there are none, or what they would become is there already
-    result: dict[Any, Any] = {}
+    result: dict[Any, Any] = same_kind(node, {})
     for key, value in node.items():
-        text = key if type(key) is str else ""
-        place = next((start for start in options if text.startswith((f"{start}state.", start + _GROUPS))), None)
-        if place is None:
+        if (flat := keys.get(key)) is None:
             result[key] = value
             continue
-        parent = result.setdefault(place[:-1], {}) if place else result
+        parent = result.setdefault(flat.prefix[:-1], {}) if flat.prefix else result
         state = parent.setdefault("state", {})
         parent.setdefault("param_groups", [])
-        if text.startswith(f"{place}state."):
-            # NAME.KEY…: the name is the longest of the groups' names that it begins with, else all but the last part.
-            name, _, leaf = text.removeprefix(f"{place}state.").rpartition(".")
-            levels, parameter = [leaf], name
-            while parameter not in options[place] and len(levels) < MAX_LEVELS and "." in parameter:
-                parameter, _, part = parameter.rpartition(".")
-                levels.append(part)
-            if parameter not in options[place]:
-                parameter, levels = name, [leaf]
-            for part in (parameter, *levels[:0:-1]):
-                state = state.setdefault(part, {})
-                if not isinstance(state, dict):
-                    shown = text.removeprefix(f"{place}state.")[:200]
-                    raise Corrupt(f"an optimizer's key {shown} leads through another value", "It was damaged.")
-            state[leaf] = value
-    for place, names in options.items():
-        (result[place[:-1]] if place else result)["param_groups"] += _groups(names)
+        if flat.section == _GROUPS:
+            options.setdefault(flat.prefix, {}).setdefault(flat.name, {})[flat.inner[0]] = value
+            continue
+        for part in (flat.name, *flat.inner[:-1]):
+            state = state.setdefault(part, {})
+            if not isinstance(state, dict):
+                what = f"an optimizer's key {key[:200]} leads through another value"
+                raise Corrupt(what, "It was damaged.")
+        state[flat.inner[-1]] = value
+    for prefix, names in options.items():
+        (result[prefix[:-1]] if prefix else result)["param_groups"] += _groups(names)
     return result
+
+
+def flat_again(tree: Any, before: Any) -> Any:
+    """The tree with the optimizers flattened that are so in `before`, of which `nested` has made it."""
+    if tree is before or not isinstance(tree, dict):
+        return tree
+    children = {key: _flat_as(node, before.get(key)) for key, node in tree.items() if isinstance(node, dict)}
+    return _flat_as(same_kind(tree, {key: children.get(key, node) for key, node in tree.items()}), before)
+
+
+def _flat_as(node: dict[Any, Any], before: Any) -> dict[Any, Any]:
+    prefixes = {flat.prefix for flat in flat_keys(before).values()}
+    items: dict[Any, Any] = {}
+    for key, value in node.items():
+        if f"{key}." in prefixes:
+            items |= {f"{key}.{inner}": entry for inner, entry in flattened(value).items()}
+        elif "" not in prefixes or key not in ("state", "param_groups"):
+            items[key] = value
+    return same_kind(node, items | (flattened(node) if "" in prefixes else {})) if prefixes else node
 
 
 def _groups(options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:

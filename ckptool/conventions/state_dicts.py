@@ -28,6 +28,7 @@ from ckptool.checkpoint.tree import (
     tensors,
 )
 from ckptool.commands import ADDRESS, OUT_SAFETENSORS, arg, command, input_of
+from ckptool.conventions.optimizer_keys import flat_keys
 from ckptool.errors import Conflict, UsageError, counted, is_text, listed, printable, quoted
 from ckptool.facts import dataclass, replace
 
@@ -87,7 +88,9 @@ class StateDict:
 
     def names(self) -> list[str]:
         """The keys of weights that are strings, without those of entries that belong to the training."""
-        return [key for key, value in self.node.items() if type(key) is str and not is_beside(key, value)]
+        flat = flat_keys(self.node)
+        items = self.node.items()
+        return [key for key, value in items if type(key) is str and key not in flat and not is_beside(key, value)]
 
     def __str__(self) -> str:
         return f"{printable(self.address) or 'the whole file'} ({self.detail or self.kind})"

@@ -282,10 +282,13 @@ def to_jsons(values: Sequence[Any]) -> list[Any]:
 class _Json:
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.long: dict[int, Any] = {}  # by id: what was charged before, and costs more in its other places
 
-    def _affordable(self, size: int) -> bool:
+    def _affordable(self, value: Any, size: int) -> bool:
         """Charges the cost of a text to the budget; False where that is less."""
-        cost = size // SHORT
+        cost = size // (SHORT // 32 if id(value) in self.long else SHORT)
+        if cost:
+            self.long[id(value)] = value
         if cost > max(0, self.budget):
             return False
         self.budget -= cost
@@ -297,9 +300,9 @@ class _Json:
             return value
         if kind is float:
             return value if math.isfinite(value) else _NOT_FINITE.get(value, "NaN")
-        if kind is str and self._affordable(len(value)):
+        if kind is str and self._affordable(value, len(value)):
             return _without_surrogates(value)
-        if kind is int and self._affordable(value.bit_length() // 4):
+        if kind is int and self._affordable(value, value.bit_length() // 4):
             return hex(value)
         self.budget -= kind is not str and kind is not int
         if kind is str or kind is int or depth >= MAX_JSON_DEPTH or self.budget < 0:
@@ -311,7 +314,7 @@ class _Json:
                 items = value.items if isinstance(value, Set) else value
                 return [self.value(item, depth + 1) for item in self._capped(items)]
             case bytes() | bytearray():
-                small = len(value) <= MAX_JSON_BYTES and self._affordable(len(value))
+                small = len(value) <= MAX_JSON_BYTES and self._affordable(value, len(value))
                 return {"base64": base64.b64encode(value).decode()} if small else {"bytes": len(value)}
             case complex(real=real, imag=imag):
                 return [self.value(real, depth), self.value(imag, depth)]
@@ -342,7 +345,7 @@ class _Json:
 
     def _key(self, key: Any, owner: dict[Any, Any]) -> str:
         if type(key) is str:
-            return _without_surrogates(key) if self._affordable(len(key)) else summary(key, SHORT)
+            return _without_surrogates(key) if self._affordable(key, len(key)) else summary(key, SHORT)
         text = summary(key, 200) if not isinstance(key, (int, float)) or isinstance(key, bool) else str(key)
         while text in owner:  # 0 beside '0'
             text = f"{text} ({type(key).__name__})"

@@ -18,7 +18,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from glob import escape
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 from ckptool.analysis.diff import diff
@@ -27,6 +27,7 @@ from ckptool.checkpoint.arrays import elementwise, fold
 from ckptool.checkpoint.dtypes import Array, by_name, numbers, rounded, scratch
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numpy_arrays import array_entry
+from ckptool.checkpoint.paths import literal
 from ckptool.checkpoint.tree import tensors
 from ckptool.commands import OUT, Command, arg, command
 from ckptool.conventions.state_dicts import bare
@@ -404,7 +405,8 @@ def average(
         raise Conflict(what, why, f"See all differences: {command('diff', names[0], names[-1])}")
     first_names: dict[Any, str] = {}  # of a tensor with several names the first by sorting, whatever order they are in
     largest: dict[tuple[int, ...], list[TensorEntry]] = {}  # by the storages in all files: the largest tensor on them
-    for name, key in sorted((str(key), key) for key, value in last.items() if isinstance(value, TensorEntry)):
+    names_of = ((str(key), key) for key, value in last.items() if isinstance(value, TensorEntry))
+    for name, key in sorted(names_of, key=itemgetter(0)):
         entries = [node[key] for node in nodes]
         first_names.setdefault(last[key].view, name)
         if all(entry.is_contiguous and not any(entry.flags.lazy) for entry in entries):
@@ -429,7 +431,7 @@ def average(
         alone = [Checkpoint({"": node[key]}, DEFAULT) for node in nodes] if belongs and not has_mean else []
         if not all(diff(other, alone[-1], statistics=False).same for other in alone[:-1]):
             what = f"{key!s} has no mean ({kind}), and differs between the files"
-            fix = f"Leave it out of each: {command('convert', names[0], exclude=escape(str(key)), out=OUT)}"
+            fix = f"Leave it out of each: {command('convert', names[0], exclude=literal(key), out=OUT)}"
             if entry is not value:
                 ways = "tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), torch.from_numpy(array)"
                 fix = f"Give it as a plain tensor: {ways}. {fix}"

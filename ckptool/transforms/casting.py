@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import NO_FLAGS, Checkpoint, Composite, Storage, TensorEntry
 from ckptool.checkpoint.arrays import elementwise, fold
 from ckptool.checkpoint.dtypes import Array, DType, dtype_of, numbers, rounded, scratch
-from ckptool.checkpoint.paths import selected
+from ckptool.checkpoint.paths import literal, selected
 from ckptool.checkpoint.strided import apart
-from ckptool.checkpoint.tree import address, children, rebuild, stored_parts, walk
+from ckptool.checkpoint.tree import Path, address, children, rebuild, stored_parts, walk
 from ckptool.commands import NAME, arg
 from ckptool.conventions.state_dicts import StateDict
 from ckptool.errors import Conflict, UsageError
@@ -244,18 +244,18 @@ def cast_roots(
     Raises `NoMatch` for a pattern that matches nothing, `Conflict` where a storage is also seen by a tensor that is not
     cast, or as another type: both would change with it.
     """
-    keys = selected([key for root in roots for key in root.node if type(key) is str], only, exclude)
+    keys = selected([key for root in roots for key in root.names()], only, exclude)
     chosen: dict[int, TensorEntry] = {}
     slots: set[tuple[int, str]] = set()  # which entries of which dictionaries; one tensor may be in several
-    names: dict[int, str] = {}
+    names: dict[int, Path] = {}
     skipped: list[tuple[str, str]] = []
     for root in roots:
         for key, value in root.node.items():
             if key not in keys or not isinstance(value, (TensorEntry, Composite)) or value.dtype is None:
                 continue
-            place = address((*root.base, *root.path, key))
+            place = (*root.base, *root.path, key)
             if isinstance(value, Composite):
-                skipped += [(place, value.kind)] if value.dtype.kind in ("float", "quantized") else []
+                skipped += [(address(place), value.kind)] if value.dtype.kind in ("float", "quantized") else []
             elif value.dtype.is_float and value.dtype is not target:
                 chosen[id(value)] = value
                 slots.add((id(root.node), key))
@@ -263,15 +263,15 @@ def cast_roots(
     before: dict[int, TensorEntry] = {}
     for entry in chosen.values():
         if before.setdefault(id(entry.storage), entry).dtype is not entry.dtype:
-            what = f"the storage of {names[id(entry.storage)]} is viewed as two dtypes"
+            what = f"the storage of {address(names[id(entry.storage)])} is viewed as two dtypes"
             raise Conflict(what, "It is unclear which of the two its elements are.")
     for path, node in walk(checkpoint.tree):
         for segment, part in children(node):
             clashes = [stored for stored in stored_parts(part) if id(stored.storage) in names]
             if clashes and (id(node), segment) not in slots:
-                name, other = names[id(clashes[0].storage)], address((*path, segment))
-                what = f"{name} shares its storage with {other}, which is not cast"
-                fix = f"Leave it out too: {arg(exclude=name.rpartition('/')[2])}"
+                place, other = names[id(clashes[0].storage)], address((*path, segment))
+                what = f"{address(place)} shares its storage with {other}, which is not cast"
+                fix = f"Leave it out too: {arg(exclude=literal(place[-1]))}"
                 raise Conflict(what, "Both would change, or no longer be tied.", fix)
     tallies = {number: CastTally() for number in before}
     storages = {
@@ -284,7 +284,7 @@ def cast_roots(
     return Cast(
         replace(checkpoint, tree=rebuild(checkpoint.tree, leaf)),
         target,
-        tuple((names[number], before[number].dtype, tally) for number, tally in tallies.items()),
+        tuple((address(names[number]), before[number].dtype, tally) for number, tally in tallies.items()),
         len(slots),
         sum(entry.storage.nbytes for entry in before.values()),
         sum(storage.nbytes for storage in storages.values()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
@@ -10,7 +10,7 @@ from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.nodes import Object, same_kind
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.paths import matcher
-from ckptool.checkpoint.tree import Path, address, find, map_storages, rebuild, tensors, walk
+from ckptool.checkpoint.tree import Path, address, children, find, map_storages, rebuild, tensors, walk, with_part
 from ckptool.commands import FILE, arg, command, nearest
 from ckptool.conventions.state_dicts import find_state_dicts
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted
@@ -22,24 +22,17 @@ def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, tuple
 
     Raises `NoMatch` for a pattern that matches nothing.
     """
-    replaced: dict[int, Any] = {}
-    dropped, used = dict[Path, str](), set[str]()
+    used = set[str]()
     matchers = [(pattern, matcher(pattern)) for pattern in patterns]
     models = {id(root.node) for root in find_state_dicts(checkpoint) if root.is_model}
-    for path, node in walk(checkpoint.tree):
-        if any(path[:depth] in dropped for depth in range(1, len(path) + 1)):
-            continue
-        for mapping in mappings(node):
-            removed = set()
-            for key in mapping:
-                place, keys = address((*path, key)), [str(key)] if id(node) in models else []
-                if hits := [pattern for pattern, matches in matchers if any(map(matches, [place, *keys]))]:
-                    used.update(hits)
-                    removed.add(key)
-                    dropped[(*path, key)] = address((*checkpoint.base, *path, key))
-            if removed:
-                items = replaced.get(id(mapping), mapping).items()
-                replaced[id(mapping)] = same_kind(mapping, {key: value for key, value in items if key not in removed})
+
+    def is_dropped(holder: Any, path: Path) -> bool:
+        texts = [address(path), *([str(path[-1])] if id(holder) in models else [])]
+        hits = [pattern for pattern, matches in matchers if any(map(matches, texts))]
+        used.update(hits if isinstance(holder, dict) else ())
+        return bool(hits) and isinstance(holder, dict)
+
+    tree, dropped = without_entries(checkpoint.tree, is_dropped)
     if unmatched := [pattern for pattern in patterns if pattern not in used]:
         why, name = "Patterns match whole addresses, or keys of model weights.", unmatched[0]
         begins = any(f"/{name}." in f"/{address(path)}" for path, _ in walk(checkpoint.tree))
@@ -49,7 +42,31 @@ def without(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Any, tuple
         elif meant := nearest(name, (address(path) for path, node in walk(checkpoint.tree) if isinstance(node, dict))):
             fix = f"Did you mean {meant}? {fix}"
         raise NoMatch(f"nothing matches {name!r}", why, fix)
-    return rebuild(checkpoint.tree, replaced=replaced), tuple(dropped.values())
+    return tree, tuple(address((*checkpoint.base, *path)) for path in dropped)
+
+
+def without_entries(tree: Any, is_dropped: Callable[[Any, Path], bool]) -> tuple[Any, list[Path]]:
+    """The tree without the entries that `is_dropped(holder, path)` chooses, and their paths.
+
+    holder: the dictionary (of items or attributes), list or tuple that an entry is in.
+    """
+    dropped = dict[Path, None]()
+    removed: dict[int, tuple[Any, set[Any]]] = {}  # the holders by id, which may be in several places
+    for path, node in walk(tree):
+        if any(path[:depth] in dropped for depth in range(1, len(path) + 1)):
+            continue
+        for holder in [node] if isinstance(node, (list, tuple)) else mappings(node):
+            entries = holder if isinstance(holder, dict) else range(len(holder))
+            if chosen := [key for key in entries if is_dropped(holder, (*path, key))]:
+                dropped |= dict.fromkeys((*path, key) for key in chosen)
+                removed.setdefault(id(holder), (holder, set()))[1].update(chosen)
+    replaced: dict[int, Any] = {}
+    for number, (holder, keys) in removed.items():
+        if isinstance(holder, dict):
+            replaced[number] = same_kind(holder, {key: value for key, value in holder.items() if key not in keys})
+        else:
+            replaced[number] = type(holder)(value for index, value in enumerate(holder) if index not in keys)
+    return (rebuild(tree, replaced=replaced) if replaced else tree), [*dropped]
 
 
 def with_value(tree: Any, place: str, value: Any) -> Any:
@@ -106,6 +123,6 @@ def with_value(tree: Any, place: str, value: Any) -> Any:
         what = f"{place} holds {counted(count, 'tensor')}, but would become a plain value"
         fix = f"Leave it out: {arg(drop=place)}; in Python a tensor can be set to another of its shape and type."
         raise UsageError(what, "They would be lost. Nothing was written.", fix)
-    if isinstance(parent, list):
-        return rebuild(tree, replaced={id(parent): [value if i == key else old for i, old in enumerate(parent)]})
-    return rebuild(tree, replaced={id(parent): same_kind(parent, {**parent, key: value})})
+    if isinstance(parent, dict) and key not in dict(children(parent)):
+        return rebuild(tree, replaced={id(parent): same_kind(parent, {**parent, key: value})})
+    return rebuild(tree, replaced={id(parent): with_part(parent, key, value)})

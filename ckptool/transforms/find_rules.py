@@ -21,7 +21,7 @@ from ckptool.checkpoint import Note, TensorEntry
 from ckptool.checkpoint.arrays import fold, resolved
 from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import Array
-from ckptool.checkpoint.paths import matcher
+from ckptool.checkpoint.paths import literal, matcher
 from ckptool.commands import OUT, command
 from ckptool.errors import CkptoolError, counted, listed, printable
 from ckptool.facts import Report, Told, bold, cyan, dataclass, green, yellow
@@ -463,10 +463,9 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     texts += [rule for suggestion in written for rule in suggestion.rules][:limit]
     patterns = dict[str, None]()  # for keys that are left out: with `*` for numbers, where no other key has such a name
     for key in (key for key in ours if key not in covered):
-        literal = re.sub(r"^re:", "[r]e:", re.sub(r"([*?[])", r"[\1]", key))
-        general = re.sub(r"[0-9]+", "*", literal)
-        is_taken = general not in patterns and literal != general and any(map(matcher(general), covered))
-        patterns[literal if is_taken else general] = None
+        general = re.sub(r"[0-9]+", "*", literal(key))
+        is_taken = general not in patterns and literal(key) != general and any(map(matcher(general), covered))
+        patterns[literal(key) if is_taken else general] = None
     drop = list(patterns)[:limit]
 
     steps, items = list[Step](), dict[Any, Any]()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Composite, Note, StorageRef, TensorEntry
-from ckptool.checkpoint.graph import visit
+from ckptool.checkpoint.graph import above
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set, canonical
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.tree import Path, address, children, holders, memories, module_attributes, stored_parts, walk
@@ -53,7 +54,7 @@ def export(
     copy_ties: write tied tensors once for each name, as always where the container has no ties.
     Raises `Unsupported` naming tensors that are not plain, `Conflict` for an expanded view over `MAX_WRITTEN_OUT`.
     """
-    keys = selected([key for key in root.node if type(key) is str], only, exclude)
+    keys = selected(root.names(), only, exclude)
     tensors = {key: value for key, value in root.node.items() if isinstance(value, (TensorEntry, Composite))}
     metadata = getattr(root.node, "metadata", None)
     keep_metadata = container.keeps_metadata and is_metadata(metadata)
@@ -134,11 +135,11 @@ def droppable(tree: Any, path: Path) -> Path:
 
 
 def mappings(node: Any) -> list[dict[Any, Any]]:
-    """The dictionaries whose entries are right below a node: the node itself, or an object's items and attributes."""
-    if not isinstance(node, Object):
-        return [node] if isinstance(node, dict) else []
-    states = node.state if isinstance(node.state, tuple) else (node.state,)
-    return [mapping for mapping in (node.items, *states) if isinstance(mapping, dict)]
+    """The dictionaries whose entries are right below a node: the node itself, or its items and attributes."""
+    parts: tuple[Any, ...] = (node, getattr(node, "attributes", None))
+    if isinstance(node, Object):
+        parts = (node.items, *(node.state if isinstance(node.state, tuple) else (node.state,)))
+    return [mapping for mapping in parts if isinstance(mapping, dict)]
 
 
 def lost_views(tensors: dict[str, TensorEntry], copy_ties: bool) -> list[Note]:
@@ -177,6 +178,11 @@ def lost_tensors(before: Any, after: Any) -> Lost:
     held = {id(node): node for _, node in chain(walk(after), transient(before))}  # once each, wherever it is
     kept_views = {view for node in held.values() for view in _views(node)}
     storages = {view[0] for view in kept_views}
+
+    @cache  # calls may share what they hold
+    def holding(is_kept: bool) -> set[int]:
+        return above(before, lambda part: any((view in kept_views) is is_kept for view in _views(part)))
+
     lost: Lost = []
     covered: set[Path] = set()
     intact: dict[int, Any] = {}  # by id, and held so that no other object gets the id
@@ -186,7 +192,9 @@ def lost_tensors(before: Any, after: Any) -> Lost:
         if any(view not in kept_views and (len(view) > 1 or view[0] not in storages) for view in _views(node)):
             kind = "a storage" if isinstance(node, StorageRef) else getattr(node, "kind", "a tensor")
             lost.append((path, kind))
-        elif _is_left_as_a_call(node, kept_views):
+        elif _would_build_a_tensor(node) and (
+            id(node) in holding(False) or not (id(node) in holding(True) or node.name.endswith("ScriptObject"))
+        ):
             lost.append((path, node.name))
             covered.add(path)
         else:
@@ -205,12 +213,9 @@ def _view(part: TensorEntry | StorageRef) -> tuple[Any, ...]:
     return part.view if isinstance(part, TensorEntry) else (id(part.storage),)
 
 
-def _is_left_as_a_call(node: Any, kept_views: set[tuple[Any, ...]]) -> bool:
-    """True for a call that would build a torch tensor, unless all tensors among its arguments are kept."""
-    if not isinstance(node, Object) or not _MADE_OF_TORCH.fullmatch(canonical(node.fn)):
-        return False
-    within = [view for part in visit(node) for view in _views(part)]
-    return any(view not in kept_views for view in within) or not (within or node.name.endswith("ScriptObject"))
+def _would_build_a_tensor(node: Any) -> bool:
+    """True for a call that would build a torch tensor: it is in what is kept if all tensors among its arguments are."""
+    return isinstance(node, Object) and _MADE_OF_TORCH.fullmatch(canonical(node.fn)) is not None
 
 
 def transient(tree: Any) -> Iterator[tuple[Path, Any]]:

@@ -20,7 +20,7 @@ from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.tree import address, holders, replaced_at
 from ckptool.commands import OUT, arg, command
-from ckptool.conventions.optimizer_keys import flattened, nested, with_numbers
+from ckptool.conventions.optimizer_keys import NUMBERS, flattened, nested, with_numbers
 from ckptool.conventions.state_dicts import find_state_dicts, optimizers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
@@ -136,6 +136,14 @@ class Slots:
         if len(set(self.slots)) != len(self.slots):
             raise Conflict(f"{self.called} has a parameter in two groups", "No optimizer writes that.")
 
+    def shapes(self) -> dict[Any, list[tuple[int, ...]]]:
+        """The shapes of the tensors in each slot; numbers say nothing. One without tensors fits every shape."""
+        return {
+            slot: [value.shape for key, value in state.items() if isinstance(value, TensorEntry) and key not in NUMBERS]
+            for slot, state in self.tree["state"].items()
+            if isinstance(state, dict)
+        }
+
     def own_names(self) -> dict[Any, str] | None:
         """The name of each slot, as the groups give them; None where they do not."""
         if self.is_named:
@@ -198,13 +206,7 @@ class Slots:
         Raises `Conflict` where that is not known: a count or a shape differs, or two groups might continue.
         """
         self._refuse_shared()
-        remaining = [list(reversed(group["params"])) for group in self.groups]
-        # A slot without tensors fits every shape; the step, a number, says nothing.
-        shapes = {
-            slot: [value.shape for key, value in state.items() if isinstance(value, TensorEntry) and key != "step"]
-            for slot, state in self.tree["state"].items()
-            if isinstance(state, dict)
-        }
+        remaining, shapes = [list(reversed(group["params"])) for group in self.groups], self.shapes()
         names: dict[Any, str] = {}
         for name, shape in parameters.items() if ordered and len(self.slots) == len(parameters) else ():
             fits = [queue for queue in remaining if queue and shape in (shapes.get(queue[-1]) or [shape])]

@@ -15,6 +15,7 @@ from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.tree import rebuild
 from ckptool.commands import FILE, OUT, arg, command
+from ckptool.conventions.optimizer_keys import PARAMETER_LISTS, flat_keys
 from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, optimizers, unwrapped_front, without_wrappers
 from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError, counted, listed
 from ckptool.formats import IN_MEMORY
@@ -99,21 +100,25 @@ def apply(checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename) ->
             replaced[id(node)] = OrderedDict(items, attributes) if isinstance(node, OrderedDict) else items
     total_changed, total = sum(fact[1] for fact in facts), sum(fact[2] for fact in facts)
 
-    def renamed(name: Any) -> Any:
-        return mapping.get(name, name) if type(name) is str else name
+    def rename_slots(node: dict[Any, Any], keys: Mapping[Any, str], lists: Iterable[Any]) -> None:
+        old: dict[Any, Any] = replaced.get(id(node), node)
+        new = {keys.get(key, key): value for key, value in old.items()}
+        if len(new) != len(old):
+            raise Conflict("two entries of the optimizer's state would get the same name", "Nothing was written.")
+        replaced[id(node)] = same_kind(old, new)
+        for names in (names for names in lists if isinstance(names, list)):
+            replaced[id(names)] = [mapping.get(name, name) if type(name) is str else name for name in names]
 
-    for _, optimizer in optimizers(checkpoint.tree) if mapping else ():
-        for group in optimizer["param_groups"]:
-            for field in ("param_names", "params"):
-                names_of = group.get(field) if isinstance(group, dict) else None
-                if isinstance(names_of, list) and any(type(name) is str and name in mapping for name in names_of):
-                    replaced[id(names_of)] = [*map(renamed, names_of)]
-        state = optimizer["state"]
-        if any(type(key) is str and key in mapping for key in state):
-            items = {renamed(key): value for key, value in state.items()}
-            if len(items) != len(state):
-                raise Conflict("two entries of the optimizer's state would get the same name", "Nothing was written.")
-            replaced[id(state)] = same_kind(state, items)
+    tree: Any = checkpoint.tree
+    for _, optimizer in optimizers(tree) if mapping else ():
+        groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
+        lists = (group.get(field) for group in groups for field in PARAMETER_LISTS)
+        rename_slots(optimizer["state"], mapping, lists)
+    for node in (tree, *tree.values()) if mapping and isinstance(tree, dict) else ():
+        if flat := flat_keys(node):
+            lists = (node[key] for key, parts in flat.items() if parts.inner[-1] in PARAMETER_LISTS)
+            keys = {key: parts.text(mapping.get(parts.name, parts.name)) for key, parts in flat.items()}
+            rename_slots(node, keys, lists)
     if mapping and "tensor_names" in checkpoint.metadata:
         what = f"{checkpoint.source or IN_MEMORY} describes its weights by name in the metadata (tensor_names)"
         why = "Under other names torchao would not find them. Nothing was written."

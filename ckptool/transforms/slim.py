@@ -10,13 +10,14 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.strided import apart, row_major
-from ckptool.checkpoint.tree import Path, address, item_at, map_storages, rebuild, storages, stored_parts, walk
+from ckptool.checkpoint.tree import Path, address, map_storages, storages, stored_parts, walk
 from ckptool.commands import arg
+from ckptool.conventions.optimizer_keys import flat_keys, nested
 from ckptool.conventions.state_dicts import find_state_dicts, optimizers
 from ckptool.errors import UsageError
 from ckptool.transforms.bundles import equal
+from ckptool.transforms.edit import without_entries
 
 # A record of its own costs a zip a few hundred bytes; and counters that are equal today (`num_batches_tracked`) go on
 # counting separately.
@@ -25,21 +26,19 @@ MIN_SHARED = 1024
 
 def without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
     """The tree without optimizer state, and the addresses of that. Raises `UsageError` where nothing would be left."""
-    paths = {path: None for path, _ in optimizers(tree)}
+    paths = {path: None for path, _ in optimizers(nested(tree))}
     if () in paths:
         what = f"{address(base) or 'the whole file'} is optimizer state"
         fix = f"Drop only unused bytes: {arg(keep_optimizer=True)}"
         raise UsageError(what, "Without it nothing would be left.", fix)
-    replaced: dict[int, Any] = {}
-    for place in dict.fromkeys(path[:-1] for path in paths):
-        parent = item_at(tree, place)
-        if isinstance(parent, dict):
-            remaining = {key: value for key, value in parent.items() if (*place, key) not in paths}
-            replaced[id(parent)] = same_kind(parent, remaining)
-        else:
-            items = (value for index, value in enumerate(parent) if (*place, index) not in paths)
-            replaced[id(parent)] = type(parent)(items)
-    return (rebuild(tree, replaced=replaced) if replaced else tree), tuple(address(base + path) for path in paths)
+    # Of a flattened one each key has the name of the weights before it: `optimizer.state.NAME.KEY`.
+    flat = flat_keys(tree)
+
+    def is_dropped(_: Any, path: Path) -> bool:
+        return path in paths or (len(path) == 1 and path[0] in flat)
+
+    lean = without_entries(tree, is_dropped)[0] if paths else tree
+    return lean, tuple(address(base + path) for path in paths)
 
 
 # Waste behind views --------------------------------------------------------------------------------------------------

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
-from ckptool.checkpoint.arrays import Numbers, TensorValues, resolved, stretches
-from ckptool.checkpoint.dtypes import Array
-from ckptool.errors import LimitExceeded, UsageError, counted
+from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, elementwise, resolved, stretches
+from ckptool.checkpoint.dtypes import Array, numbers
+from ckptool.errors import Conflict, LimitExceeded, Unsupported, UsageError, counted
 from ckptool.formats.boxes import Piece
 from ckptool.formats.pieces import assembled
 
@@ -103,3 +104,38 @@ def normed(rows: Numbers, height: int, scale: TensorEntry, epsilon: float = 0.0)
             return x * of_all[0]
 
     return normed_rows
+
+
+def weight_normed(weight: str, g: TensorEntry, v: TensorEntry) -> TensorEntry:
+    """v · g / ‖v‖, the norm over the axes where g has one element. weight: its name, for errors."""
+    shape = g.shape if len(g.shape) == len(v.shape) else (1,) * len(v.shape)
+    if g.numel != prod(shape) or any(a not in (1, b) for a, b in zip(shape, v.shape, strict=True)):
+        what = f"{weight}: g of shape {list(g.shape)} is not a norm of v of shape {list(v.shape)}"
+        raise Conflict(what, "They do not belong together.")
+    _refuse_types(g, v)
+    refuse_wide(v.shape, prod(v.shape[1:]))
+    matrix = v.reshape(v.shape or (1,))
+    values = TensorValues(matrix)
+    rows = normed(lambda *place: values.rows(*place).astype("d"), matrix.shape[0], g.reshape(shape or (1,)))
+    entry = computed_rows(v.dtype, matrix.shape, rows, (g, v), v.location).reshape(v.shape)
+    return entry.with_flags(v.flags._replace(conj=False, neg=False))
+
+
+def pruned(weight: str, orig: TensorEntry, mask: TensorEntry) -> TensorEntry:
+    """orig · mask, exact. weight: its name, for errors."""
+    if orig.shape != mask.shape:
+        what = f"{weight}: the mask has a different shape, {list(mask.shape)}"
+        raise Conflict(what, f"A mask has the shape of its weight, here {list(orig.shape)}.")
+    _refuse_types(mask, orig)
+
+    def product(_: int, mask_block: Array, block: Array) -> Array:
+        values: Array = numbers(block, orig.dtype) * numbers(mask_block, mask.dtype)
+        return values
+
+    return elementwise(product, mask, orig, dtype=orig.dtype).with_flags(orig.flags._replace(conj=False, neg=False))
+
+
+def _refuse_types(factor: TensorEntry, entry: TensorEntry) -> None:
+    """Raises `Unsupported` for a factor and a parametrized weight that have no product."""
+    if not entry.dtype.is_float or not (factor.dtype.is_float or factor.dtype.kind == "bool"):
+        raise Unsupported(f"tensors of type {entry.dtype} are not folded", "Parametrized weights are floating-point.")

@@ -33,7 +33,7 @@ from ckptool.analysis.warm_start import (
 )
 from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Note, Storage, Tensor, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.checkpoint.paths import selected
+from ckptool.checkpoint.paths import literal, selected
 from ckptool.checkpoint.tree import map_storages
 from ckptool.commands import FILE, Slot, arg, command, several
 from ckptool.conventions.state_dicts import COUNTER, StateDict, of_positions, paired, without_wrappers, wrappers
@@ -139,7 +139,7 @@ def plan_warm_start(
             if chosen[first].tensor.view != chosen[other].tensor.view:
                 what = f"{printable(first)} and {printable(other)} are one tensor in the target, and "
                 what += " and ".join(printable(chosen[name].source) for name in (first, other)) + " are two"
-                refused.append(Refusal("ties-differ", what, f"Leave one out: {arg(exclude=other)}"))
+                refused.append(Refusal("ties-differ", what, f"Leave one out: {arg(exclude=literal(other))}"))
         if first:
             through.update(name for name in names if name != first)
             chosen.update((name, chosen[first]) for name in names if name != first)
@@ -230,7 +230,7 @@ def _match_names(keys: Sequence[str], node: Any, targets: Sequence[str], options
         del names[COUNTER]
         notes.append(Note("counter-left-out", f"{COUNTER} counts the models of an average; it is not a weight"))
     named = {name: key for key, name in names.items()}
-    paired_names = paired(named, targets, lambda name: f"Leave one out: {arg(exclude=named[name])}")
+    paired_names = paired(named, targets, lambda name: f"Leave one out: {arg(exclude=literal(named[name]))}")
     pairs = {goal: named[name] for goal, name in paired_names.items()}
     bare = [goal for goal, name in paired_names.items() if goal != name]
     for word, side, prefixed in (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypedDict
@@ -24,6 +24,7 @@ from ckptool.checkpoint.nodes import Object, fields
 from ckptool.checkpoint.paths import is_url, may_exist, named_urls
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
 from ckptool.commands import FILE, NAME, OUT, OUT_SAFETENSORS, VERBS, Command, Slot, arg, command, input_of
+from ckptool.conventions.optimizer_keys import PARAMETER_LISTS, nested
 from ckptool.conventions.state_dicts import MANY_STATE_DICTS, optimizers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, form, listed
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, replace, size
@@ -445,6 +446,20 @@ class FileChange(Change):
             changed = replace(self.original, tree=replaced_at(self.original.tree, base, changed.tree))
         return self.write(self.original, changed, changes=changes, beside=beside)
 
+    def left_outside(self, names: Collection[str], *, moved: bool = False) -> Iterator[Note]:
+        """Notes on optimizers outside of the part that have these names for parameters in it.
+
+        moved: it is not the names alone that changed, so that it concerns those with numbers, too.
+        """
+        for path, optimizer in optimizers(nested(self.outside)):
+            groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
+            lists = [group[field] for group in groups for field in PARAMETER_LISTS if field in group]
+            holders = (holder for holder in (*lists, optimizer["state"]) if isinstance(holder, (list, dict)))
+            slots = dict.fromkeys(slot for holder in holders for slot in holder if type(slot) in (str, int))
+            if old := [slot for slot in slots if (slot in names if type(slot) is str else moved)]:
+                what = f"keeps the old names: {listed(old, 3)}" if type(old[-1]) is str else "stays as it was"
+                yield Note("old-names", f"{address(path)} is outside the changed part and {what}")
+
 
 def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, in_place: bool = False) -> Change:
     """The target and options of a verb that writes. inputs: what it reads.  in_place: it may change a file itself.
@@ -528,14 +543,6 @@ def begin_change(
 def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | Any:
     """Saves new keys and reports them.  clean: what to say where no key changes."""
     saved = change.save(renamed.checkpoint, changes=renamed.changed > 0)
-    notes = []  # optimizers outside of the part that was changed call its parameters by their old names
-    for path, optimizer in optimizers(change.outside):
-        groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
-        lists = [group[field] for group in groups for field in ("params", "param_names") if field in group]
-        names = [name for group in (*lists, optimizer["state"]) if isinstance(group, (list, dict)) for name in group]
-        if old := list(dict.fromkeys(name for name in names if type(name) is str and name in renamed.names)):
-            message = f"{address(path)} is outside the changed part and keeps the old names: {listed(old, 3)}"
-            notes.append(Note("old-names", message))
     roots = [{"root": root, "changed": changed, "keys": keys} for root, changed, keys in renamed.roots]
     of = [f"{root or 'the whole file'}: {changed:,} of {counted(keys, 'key')}" for root, changed, keys in renamed.roots]
     of = [*of[:MANY_STATE_DICTS], f"… {len(of) - MANY_STATE_DICTS:,} more"] if len(of) > MANY_STATE_DICTS else of
@@ -547,7 +554,7 @@ def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | 
         *([f"… {len(names) - 3:,} more"] if len(names) > 3 else []),
         changed=renamed.changed,
         keys=renamed.total,
-        notes=notes,
+        notes=change.left_outside(renamed.names),
     )
 
 

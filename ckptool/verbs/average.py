@@ -11,7 +11,7 @@ from ckptool.checkpoint import Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.tree import address
 from ckptool.commands import argument, option, verb
-from ckptool.conventions.state_dicts import is_beside, one_state_dict
+from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats import CheckpointLike, open_whole
 from ckptool.formats.folder import refuse_placeholders
@@ -77,7 +77,7 @@ def average(
         refuse_placeholders(file.checkpoint, root.node.items())
         refuse_quantized(file.checkpoint, [root.node], "Averaged")
     # What belongs to the training between the weights, an optimizer of torchtitan, stays behind.
-    training = [{key for key, value in root.node.items() if is_beside(key, value)} for root, _ in roots]
+    training = [{key for key in root.node if type(key) is str}.difference(root.names()) for root, _ in roots]
     nodes = [
         same_kind(root.node, {key: value for key, value in root.node.items() if key not in keys}) if keys else root.node
         for (root, _), keys in zip(roots, training, strict=True)

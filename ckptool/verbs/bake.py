@@ -16,20 +16,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from typing import Annotated, Any, Literal
 
-from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import TensorValues, computed_rows, elementwise
-from ckptool.checkpoint.dtypes import Array, numbers
+from ckptool.checkpoint import Note, TensorEntry
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.tree import rebuild
-from ckptool.commands import option, verb
-from ckptool.conventions.state_dicts import model_state_dicts
-from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed, printable
-from ckptool.transforms.views import normed, refuse_wide
+from ckptool.commands import FILE, OUT, command, option, verb
+from ckptool.conventions.optimizer_keys import nested
+from ckptool.conventions.state_dicts import model_state_dicts, optimizers
+from ckptool.errors import Conflict, NoMatch, counted, printable
+from ckptool.transforms.rename import apply
+from ckptool.transforms.views import pruned, weight_normed
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Out
-from ckptool.verbs._save import SavePart, Unpack, Written, begin_change
+from ckptool.verbs._save import Row, SavePart, Unpack, Written, begin_change
 
 Form = Literal["plain", "old", "new"]
 _WEIGHT_NORM, _PRUNING, _SPECTRAL = "weight norm", "pruning", "spectral norm"
@@ -60,23 +59,32 @@ def bake(
     change = begin_change("bake", file, out, at, options)
     checkpoint = change.part
     roots = model_state_dicts(checkpoint, named=change.named)
-    replaced: dict[int, Any] = {}
+    replaced, renamed = dict[int, Any](), dict[Any, Any]()
     folded, skipped, lines = list[str](), dict[str, str](), list[str]()
     for root in roots:
-        replaced[id(root.node)], kinds, root_skipped = _bake_weights(root.node, form)
+        tree, kinds, root_skipped = _bake_weights(root.node, form)
+        replaced[id(root.node)] = tree
+        renamed |= {old: new for old, new in zip(root.node, tree, strict=False) if old != new}
         folded, skipped = folded + list(kinds), skipped | root_skipped
         for kind in (_WEIGHT_NORM, _PRUNING):
             names = [name for name, its_kind in kinds.items() if its_kind == kind]
-            lines += [f"{kind}: {listed(names, 4)}"] if names else []
+            lines += Row.named("", names, f"{kind}:", 4).lines
         lines += [f"left alone: {name} ({why})" for name, why in root_skipped.items()]
     if not folded and not skipped:
         why = "ckptool knows weight norm (weight_g, weight_v, parametrizations.*), pruning (weight_orig, weight_mask) "
         why += "and spectral norm."
         raise NoMatch(f"{checkpoint.source or 'the checkpoint'} has no parametrized weights", why)
-    tree = rebuild(checkpoint.tree, replaced=replaced)
-    saved = change.save(replace(checkpoint, tree=tree), changes=bool(folded))
-    word = "folded into plain weights" if form == "plain" else f"renamed to the {form} names"
-    return saved.about(f"{counted(len(folded), 'weight')} {word}", *lines, folded=folded, left=skipped)
+    if form == "plain":
+        word, baked = "folded into plain weights", replace(checkpoint, tree=rebuild(checkpoint.tree, replaced=replaced))
+        is_stale = folded and any(True for _ in optimizers(nested(change.original.tree)))
+        message, fix = "the optimizer's state is still that of the parts", command("slim", change.path or FILE, out=OUT)
+        notes = [Note("optimizer-differs", message, fix)] if is_stale else []
+    else:  # what refers to the names changes along
+        word = f"renamed to the {form} names"
+        baked = apply(checkpoint, roots, lambda key: renamed.get(key, key)).checkpoint
+        notes = [*change.left_outside(renamed)]
+    saved = change.save(baked, changes=bool(folded))
+    return saved.about(f"{counted(len(folded), 'weight')} {word}", *lines, notes=notes, folded=folded, left=skipped)
 
 
 def _bake_weights(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], dict[str, str], dict[str, str]]:
@@ -106,7 +114,7 @@ def _bake_weights(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], d
             folded[weight] = kind
             if form == "plain":
                 parts = {role: node[key] for role, key in keys.items()}
-                fold = _weight_normed if kind == _WEIGHT_NORM else _pruned
+                fold = weight_normed if kind == _WEIGHT_NORM else pruned
                 first, *others = keys.values()
                 replacements |= {first: (weight, fold(weight, **parts)), **dict.fromkeys(others)}
             else:
@@ -123,37 +131,3 @@ def _bake_weights(node: Mapping[Any, Any], form: str) -> tuple[dict[Any, Any], d
             raise Conflict(what, "One of the two would be lost.")
         tree[replacement[0]] = replacement[1]
     return tree, folded, skipped
-
-
-def _weight_normed(weight: str, g: TensorEntry, v: TensorEntry) -> TensorEntry:
-    """v · g / ‖v‖, the norm over the axes where g has one element. weight: its name, for errors."""
-    shape = g.shape if len(g.shape) == len(v.shape) else (1,) * len(v.shape)
-    if g.numel != prod(shape) or any(a not in (1, b) for a, b in zip(shape, v.shape, strict=True)):
-        what = f"{weight}: g of shape {list(g.shape)} is not a norm of v of shape {list(v.shape)}"
-        raise Conflict(what, "They do not belong together.")
-    _refuse_types(g, v)
-    refuse_wide(v.shape, prod(v.shape[1:]))
-    matrix = v.reshape(v.shape or (1,))
-    values = TensorValues(matrix)
-    rows = normed(lambda *place: values.rows(*place).astype("d"), matrix.shape[0], g.reshape(shape or (1,)))
-    entry = computed_rows(v.dtype, matrix.shape, rows, (g, v), v.location).reshape(v.shape)
-    return entry.with_flags(v.flags._replace(conj=False, neg=False))
-
-
-def _pruned(weight: str, orig: TensorEntry, mask: TensorEntry) -> TensorEntry:
-    """orig · mask, exact. weight: its name, for errors."""
-    if orig.shape != mask.shape:
-        what = f"{weight}: the mask has a different shape, {list(mask.shape)}"
-        raise Conflict(what, f"A mask has the shape of its weight, here {list(orig.shape)}.")
-    _refuse_types(mask, orig)
-
-    def product(_: int, mask_block: Array, block: Array) -> Array:
-        values: Array = numbers(block, orig.dtype) * numbers(mask_block, mask.dtype)
-        return values
-
-    return elementwise(product, mask, orig, dtype=orig.dtype).with_flags(orig.flags._replace(conj=False, neg=False))
-
-
-def _refuse_types(factor: TensorEntry, entry: TensorEntry) -> None:
-    if not entry.dtype.is_float or not (factor.dtype.is_float or factor.dtype.kind == "bool"):
-        raise Unsupported(f"tensors of type {entry.dtype} are not folded", "Parametrized weights are floating-point.")

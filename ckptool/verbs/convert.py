@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from glob import escape
 from typing import Annotated, Any, Literal
 
 from ckptool import formats
@@ -13,7 +12,7 @@ from ckptool.checkpoint import Checkpoint, Note
 from ckptool.checkpoint.files import Folder, folder_at, unchanged
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import Object, fields, same_kind
-from ckptool.checkpoint.paths import selected
+from ckptool.checkpoint.paths import literal, selected
 from ckptool.checkpoint.tree import address, module_attributes, tensors
 from ckptool.commands import ADDRESS, OUT, arg, command, option, several, verb
 from ckptool.conventions.state_dicts import StateDict, find_state_dicts, one_state_dict, wrappers
@@ -206,7 +205,7 @@ def _plain_values(part: Checkpoint, path: str) -> tuple[Checkpoint, list[str], l
         raise Unsupported(what, "It is an object that only its own code can create. Nothing was written.")
     lost = flatten.lost_tensors(part.tree, plain.checkpoint.tree)
     places = dict.fromkeys(flatten.droppable(part.tree, place) for place, _ in lost)
-    patterns = [escape(address((*part.base, *place))) for place in places if place]
+    patterns = [literal(address((*part.base, *place))) for place in places if place]
     fix = "Write only the weights of one model, by its address: FILE#ADDRESS"
     if 0 < len(patterns) <= MANY_LOST:
         fix = f"Leave them out first: {command('edit', path, drop=patterns, out=OUT)}"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from ckptool.checkpoint import Note, TensorEntry
 from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, argument, command, option, repeated, several, verb
 from ckptool.conventions.state_dicts import model_state_dicts, one_state_dict
-from ckptool.errors import Conflict, UsageError, counted, listed
+from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.formats import SHARDED, CheckpointLike, Opened, PathLike, changeable, open_file, open_whole
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
 from ckptool.formats.sharded import divided
@@ -141,6 +141,10 @@ def translate(
         leftovers = left_behind(original, names, exported.checkpoint.tree, chosen=change.named)
         changed, notes = replace(exported.checkpoint, base=()), exported.notes
         behind = [*([remark] if remark else []), *leftovers.lines]
+    else:
+        notes = (
+            *change.left_outside({key for _, root in outcome.roots for s in root.steps for key in s.keys}, moved=True),
+        )
     if shards:
         changed = divided(replace(changed, origin=None), shard_size, beside.stem)
     written = change.write(original, changed, beside=beside) if weights_alone else change.save(changed, beside=beside)
@@ -198,6 +202,7 @@ def _report_rows(outcome: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
         unmatched = {name: list(getattr(root, name)) for name in ("dropped", "kept", "filled", "unfilled")}
         roots.append({"root": place, "steps": steps, **unmatched})
     yield Row("roots", roots, lines)
+    yield Row.named("lists", list(map(printable, outcome.lists)), "lists of tensors, left in the old layout:")
     yield Row("not_reversible", list(outcome.lost), [f"not reversible: {line}" for line in outcome.lost])
     moved = f"the same rules were applied to the moments of {counted(outcome.optimizers, 'optimizer')}"
     yield Row("optimizers", outcome.optimizers, [moved] if outcome.optimizers else [])

@@ -8,7 +8,9 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -271,3 +273,17 @@ def test_what_contains_itself_is_left_out_by_the_command_that_says_so(depth: int
     assert command[1:] == ("edit", "FILE", "--drop", "a/ring", "-o", "OUT")
     ckptool.edit(file, tmp_path / "left.pt", drop="a/ring")
     ckptool.convert(tmp_path / "left.pt", tmp_path / "m.dcp")
+
+
+def test_entries_that_share_objects_are_written_sixteen_times_at_most(tmp_path: Path) -> None:
+    """Each entry is by itself in such a folder: what a thousand share would be there a thousand times."""
+    shared = SimpleNamespace(words={f"key {number}" for number in range(5_000)})
+    for count in (50, 1_000):
+        file = saved({"w": torch.ones(2), **{f"part {number}": shared for number in range(count)}}, tmp_path / "m.pt")
+        if count == 50:
+            ckptool.convert(file, tmp_path / "m.dcp", keep_unknown=True)
+        else:
+            command = partial(ckptool.convert, file, tmp_path / "n.dcp", keep_unknown=True)
+            refused("limit-exceeded", tmp_path, command, "share objects")
+    own = {f"part {number}": SimpleNamespace(words={str(number) * 1_000}) for number in range(10_000)}
+    ckptool.convert(saved(own, tmp_path / "m.pt"), tmp_path / "n.dcp", keep_unknown=True)

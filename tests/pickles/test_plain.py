@@ -218,6 +218,9 @@ def test_json_is_bounded() -> None:
     for _ in range(60):
         doubling = [doubling, doubling]
     assert len(json.dumps(to_json(doubling))) < 10_000_000
+    for text in ("x" * 500, 1 << 2_000):  # also what is long and stands in many places
+        assert to_json([text] * 400) == [to_json(text)] * 400
+        assert len(json.dumps(to_json([text] * 50_000))) < 10_000_000
     long = "long" * 100_000
     found = to_json([long] * 1_000 + ["short", 1])
     assert found[0] == long and list(found[-3]) == ["..."] and found[-2:] == ["short", 1]

@@ -67,10 +67,14 @@ def meets_budget(
 
 
 def command_meets_budget(*words: str | Path, characters: int = 2_000_000) -> Outcome:
-    """The outcome of a command line on small hostile files: at most 1.5 s of processor time, 300 MB, so much text."""
+    """The outcome of a command line on small hostile files: at most 1.5 s of processor time, 300 MB, so much text.
+
+    A folder for torch.distributed has each entry by itself, and so what several share as often, within bounds: 5 s.
+    """
     outcome = _ask([os.fspath(word) for word in words])
     assert not outcome.code.startswith("crash") and "error[bug]" not in outcome.text, (words, outcome)
-    assert outcome.seconds <= 1.5 * ROOM * slowness(), f"{words}: {outcome.seconds:.2f} s"
+    seconds = 5 if os.fspath(words[-1]).endswith(".dcp") else 1.5
+    assert outcome.seconds <= seconds * ROOM * slowness(), f"{words}: {outcome.seconds:.2f} s"
     assert outcome.megabytes <= MEGABYTES * ROOM, f"{words}: {outcome.megabytes:.0f} MB"
     assert len(outcome.text) <= characters, f"{words}: {len(outcome.text):,} characters"
     return outcome

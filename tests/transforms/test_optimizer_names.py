@@ -16,7 +16,7 @@ import ckptool
 from ckptool.conventions.optimizer_keys import flattened, nested
 from ckptool.errors import Conflict, Corrupt, NoMatch, Unsupported, UsageError
 from tests.support.cli import Run
-from tests.support.files import saved
+from tests.support.files import load, saved
 from tests.support.processes import soon
 from tests.support.same import assert_same_objects
 
@@ -183,6 +183,55 @@ def test_flattened_keys_below_a_prefix(tmp_path: Path) -> None:
     assert found["step"] == 3 and "optimizer.state.head.weight.exp_avg" not in found
     ckptool.convert(tmp_path / "names.pt", tmp_path / "weights.safetensors")
     assert ckptool.load(tmp_path / "weights.safetensors").keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam", "adagrad"])
+@pytest.mark.parametrize("prefix", ["", "optimizer."], ids=["in a dictionary", "beside the weights"])
+def test_flattened_state_follows_its_weights_and_stays_flattened(prefix: str, kind: str, tmp_path: Path) -> None:
+    """As torch flattens the state of the same model in another; `cast` and `add-module` do not take it for weights."""
+    model, optimizer, _ = made(5, kind, False, 2, False)
+
+    def file_of(model: nn.Module) -> dict[str, Any]:
+        flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+        state = dict(model.state_dict())
+        both = {**state, **{f"{prefix}{key}": value for key, value in flat.items()}}
+        return {**both, "train_state": {"step": 3}} if prefix else {"model": state, "optimizer": flat}
+
+    file, out = saved(file_of(model), tmp_path / "a.pt"), tmp_path / "out.pt"
+    around = file_of(nn.ModuleDict({"net": model}))
+    for change in (
+        lambda: ckptool.rename(file, "* => net.*", out, overwrite=True),
+        lambda: ckptool.add_module(file, out, prefix="net.", overwrite=True),
+        lambda: ckptool.translate(file, "* => net.*", out, overwrite=True),
+    ):
+        change()
+        assert_same_objects(ordered(load(out)), ordered(around), storages=False)
+    ckptool.strip_module(out, tmp_path / "back.pt", prefix="net.")
+    assert_same_objects(ordered(load(tmp_path / "back.pt")), ordered(load(file)), storages=False)
+    ckptool.translate(file, "first.weight => turned : transpose", out, rest="keep", overwrite=True)
+    before, after = load(file), load(out)
+    if not prefix:
+        before, after = ({**tree["model"], **tree["optimizer"]} for tree in (before, after))
+    assert "first.weight" not in after and torch.equal(after["turned"], before["first.weight"].T)
+    moments = {key: value for key, value in before.items() if key.startswith(f"{prefix}state.first.weight.")}
+    for key, value in moments.items():
+        new = after[key.replace("first.weight", "turned")]
+        assert torch.equal(new, value.T if value.dim() > 1 else value), key
+    assert moments and len(after) == len(before)
+    ckptool.cast(file, out, dtype="bf16", overwrite=True)
+    state = {key: value for key, value in addresses(load(out)) if "state." in key}
+    assert state and not any(value.dtype is torch.bfloat16 for value in state.values())
+    ckptool.slim(file, out, overwrite=True)
+    assert not [key for key, _ in addresses(load(out)) if "param_groups" in key or ".exp_avg" in key]
+
+
+def ordered(tree: Any) -> Any:
+    """A dictionary, and those in it, sorted by their keys."""
+    return {key: ordered(tree[key]) for key in sorted(tree)} if isinstance(tree, dict) else tree
+
+
+def addresses(tree: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [item for value in tree.values() if isinstance(value, dict) for item in value.items()] + [*tree.items()]
 
 
 def test_keys_of_any_shape_are_gone_through_in_linear_time() -> None:

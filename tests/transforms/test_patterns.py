@@ -5,10 +5,18 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptool.checkpoint import paths
-from ckptool.checkpoint.paths import match_within_limit
+from ckptool.checkpoint.paths import literal, match_within_limit, matcher
 from ckptool.errors import Unsupported
+
+
+@given(st.text(st.sampled_from("re:*?[]!-a./\\\n~é"), max_size=8), st.text(st.sampled_from("re:*?[]a./"), max_size=8))
+def test_the_pattern_of_one_key_matches_it_and_no_other(key: str, other: str) -> None:
+    matches = matcher(literal(key))
+    assert matches(key) and matches(other) == (key == other)
 
 
 def test_an_expression_of_a_file_has_a_limit_where_there_can_be_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,6 +227,106 @@ def test_moments_move_with_the_weights_and_are_not_changed(seed: int, tmp_path: 
             assert torch.equal(state[number][field], wanted)
 
 
+OPTIMIZERS: dict[str, Any] = {
+    "Adam": {},
+    "AdamW": {"amsgrad": True},
+    "NAdam": {},
+    "ASGD": {},
+    "SGD": {"momentum": 0.9},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "Rprop": {},
+}
+SHAPES = {(): ["", "unsqueeze 0"], (1,): ["", "unsqueeze 1"], (2, 3): ["", "transpose"], (3, 3): ["", "transpose"]}
+
+
+@looped("seed", range(40))
+def test_torch_trains_on_as_if_nothing_had_happened(seed: int, tmp_path: Path) -> None:
+    """Parameters in an order of their own, in groups, some without dimensions: after the same code has made optimizer
+    and model with the new names, one more step gives the same weights, turned."""
+    rng = random.Random(seed)
+    names, shapes = [f"p{n}" for n in range(6)], rng.choices([*SHAPES], k=6)
+    new_names = rng.sample(names, k=6) if seed % 2 else [f"q{n}" for n in range(6)]
+    chains = [rng.choice(SHAPES[shape]) for shape in shapes]
+    turn: dict[str, Any] = {
+        "": lambda tensor: tensor,
+        "unsqueeze 0": lambda tensor: tensor[None],
+        "unsqueeze 1": lambda tensor: tensor[:, None],
+        "transpose": lambda tensor: tensor.T,
+    }
+    named = bool(rng.randrange(3))
+    order, cut = rng.sample(range(6), k=6) if named else [*range(6)], rng.randint(1, 5)
+    kind = rng.choice([*OPTIMIZERS])
+
+    def optimizer_of(weights: dict[str, Tensor], keys: list[str]) -> torch.optim.Optimizer:
+        chosen: list[Any] = [(keys[n], weights[keys[n]]) if named else weights[keys[n]] for n in order]
+        made = getattr(torch.optim, kind)
+        return made([{"params": chosen[:cut]}, {"params": chosen[cut:]}], **OPTIMIZERS[kind])
+
+    def step(weights: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+        for number, weight in enumerate(weights.values()):
+            weight.grad = weight.detach() * (number + 1)
+        optimizer.step()
+
+    old = {name: torch.randn(shape).requires_grad_() for name, shape in zip(names, shapes, strict=True)}
+    optimizer = optimizer_of(old, names)
+    step(old, optimizer)
+    step(old, optimizer)
+    torch.save({"model": old, "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+    sides = zip(names, new_names, chains, strict=True)
+    rules = [f"{one} => {other}{f' : {chain}' if chain else ''}" for one, other, chain in sides]
+    try:
+        ckptool.translate(tmp_path / "in.pt", rules, tmp_path / "out.pt")
+    except Conflict as error:
+        assert "it is unclear which slots" in str(error) and not named
+        return
+    after = torch.load(tmp_path / "out.pt")
+    new = {name: after["model"][name].detach().clone().requires_grad_() for name in new_names}
+    continued = optimizer_of(new, new_names)
+    continued.load_state_dict(after["optimizer"])
+    step(old, optimizer)
+    step(new, continued)
+    for one, other, chain in zip(names, new_names, chains, strict=True):
+        assert torch.equal(turn[chain](old[one].detach()), new[other].detach()), (kind, one, other, chain)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_moments_of_names_that_no_weights_have_are_refused(named: bool, tmp_path: Path) -> None:
+    """Of an optimizer that was made with the names inside of a submodule."""
+    model, optimizer = torch.nn.ModuleDict({"generator": torch.nn.Linear(3, 3)}), None
+    optimizer = torch.optim.Adam(model["generator"].named_parameters())
+    model["generator"](torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    if named:
+        names = state["param_groups"][0].pop("param_names")
+        state["state"] = {names[number]: slot for number, slot in state["state"].items()}
+        state["param_groups"][0]["params"] = names
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "in.pt")
+    with pytest.raises(Conflict, match="state for weight, bias, which no weights are called"):
+        ckptool.translate(tmp_path / "in.pt", "*.weight => *.w : transpose", tmp_path / "out.pt", rest="keep")
+    ckptool.translate(tmp_path / "in.pt", "*.weight => *.w", tmp_path / "out.pt", rest="keep")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_moments_of_two_models_with_the_same_names_and_lists_that_stay(named: bool, tmp_path: Path) -> None:
+    tree: dict[str, Any] = {"ema": {"shadow_params": []}}
+    models = {name: torch.nn.Sequential(torch.nn.Linear(2, size)) for name, size in (("generator", 3), ("critic", 1))}
+    for name, model in models.items():
+        optimizer = torch.optim.Adam(model.named_parameters() if named else model.parameters())
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+        tree |= {name: model.state_dict(), f"optimizer_{name}": optimizer.state_dict()}
+        tree["ema"]["shadow_params"] += [parameter.detach().clone() for parameter in model.parameters()][:2]
+    del tree["ema"]["shadow_params"][2:]
+    torch.save(tree, tmp_path / "in.pt")
+    done = ckptool.translate(tmp_path / "in.pt", "0.weight => w : transpose", tmp_path / "out.pt", rest="keep")
+    after = torch.load(tmp_path / "out.pt")
+    for name in models:
+        old, new = (side[f"optimizer_{name}"]["state"][0]["exp_avg"] for side in (tree, after))
+        assert torch.equal(old.T, new)
+    assert done.facts["lists"] == ["ema/shadow_params"] and any("ema/shadow_params" in line for line in done.details)
+
+
 @pytest.mark.parametrize(
     ("state", "rule", "message"),
     [

@@ -267,6 +267,13 @@ def test_what_is_left_out_of_several_files_is_named_once(tmp_path: Path) -> None
     assert lines == [f"left out (the input keeps it): {names}" for names in ("ema (8 B)", "epoch, step")]
 
 
+def test_keys_that_are_spelled_alike(tmp_path: Path) -> None:
+    files = [saved({"a": {0: torch.ones(2) * n, "0": torch.zeros(2)}}, tmp_path / f"{n}.pt") for n in (1, 3)]
+    ckptool.average([f"{file}#a" for file in files], tmp_path / "out.pt")
+    mean = load(tmp_path / "out.pt")
+    assert [*mean] == [0, "0"] and mean[0].tolist() == [2, 2] and mean["0"].tolist() == [0, 0]
+
+
 @looped("seed", range(30))
 def test_what_has_no_mean_and_differs_is_refused(seed: int, tmp_path: Path) -> None:
     """Codes, indices, and tensors inside of other values: only what is the same in all files is taken from the last."""

@@ -73,6 +73,25 @@ def test_the_names_of_weight_norm_turn_into_each_other_exactly(tmp_path: Path) -
     assert set(before) == set(after) and all(torch.equal(before[key], after[key]) for key in before)
 
 
+def test_optimizer_and_versions_follow_the_names(tmp_path: Path) -> None:
+    """What `load_state_dict` of torch's own modules and optimizers takes, and then goes on with."""
+    kinds = {"old": weight_norm, "new": parametrizations.weight_norm}
+    for old, new in (("old", "new"), ("new", "old")):
+        models = [nn.Sequential(nn.BatchNorm1d(3), kinds[form](nn.Linear(3, 4))) for form in (old, new)]
+        first, second = (torch.optim.Adam(model.named_parameters()) for model in models)
+        models[0](torch.randn(5, 3)).sum().backward()
+        first.step()
+        file = saved({"model": models[0].state_dict(), "optimizer": first.state_dict()}, tmp_path / f"{old}.pt")
+        ckptool.bake(file, tmp_path / "out.pt", form=new, overwrite=True)
+        done = load(tmp_path / "out.pt")
+        assert done["optimizer"]["param_groups"][0]["param_names"] == [name for name, _ in models[1].named_parameters()]
+        assert done["model"]._metadata["0"] == {"version": 2} and {"", "0", "1"} <= {*done["model"]._metadata}
+        models[1].load_state_dict(done["model"])
+        second.load_state_dict(done["optimizer"])
+        notes = ckptool.bake(file, tmp_path / "plain.pt", overwrite=True).notes
+        assert [note.code for note in notes] == ["optimizer-differs"]
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     two = {"a.weight_g": (3, 1), "a.weight_v": (3, 2), "a.weight": (3, 2)}
     for code, says, shapes, options in (

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError
 from fixtures.traps import TRAPS, batch_norm_model
@@ -26,6 +28,9 @@ TRAINING = {
     "epoch": 3,
     "history": [{"loss": 1.0}, {"loss": 0.5}],
 }
+
+
+HOLDERS = (dict, list, Object, TensorEntry)
 
 
 def addresses(tree: Any) -> dict[str, Any]:
@@ -79,6 +84,24 @@ def test_several_values_keys_that_are_numbers_and_settings_of_a_namespace(tmp_pa
     assert made["optimizer"]["state"] == {0: {}}
     tree = edited(TRAPS["20-namespace"](), tmp_path, set={"args/lr": 0.5})
     assert tree["args"].attributes["lr"] == 0.5
+
+
+def test_every_entry_is_set_and_dropped_as_python_would_and_nothing_else(tmp_path: Path) -> None:
+    """Of dictionaries, their attributes (`_metadata`), lists, and settings in a namespace."""
+    model = batch_norm_model().state_dict()
+    value = TRAINING | {"model": model, "args": TRAPS["20-namespace"]()["args"]}
+    before = addresses(opened(value, tmp_path).tree)
+    places = [place for place, node in before.items() if place and not isinstance(node, HOLDERS)]
+    assert {"model/_metadata/1/version", "history/1/loss", "args/lr", "optimizer/param_groups/0/params/0"} <= {*places}
+    for place in places:
+        after = addresses(edited(value, tmp_path, set={place: "new"}))
+        assert list(after) == list(before) and after[place] == "new", place
+        assert [name for name in places if after[name] != before[name]] == [place]
+    for place in [*places, "model/_metadata", "model/_metadata/1", "model/1.weight"]:
+        if isinstance(before[place.rpartition("/")[0]], list):  # only whole
+            continue
+        after = addresses(edited(value, tmp_path, drop=[place]))
+        assert list(after) == [name for name in before if not f"{name}/".startswith(f"{place}/")], place
 
 
 @pytest.mark.parametrize("place", ["model/enc.a", "model", "optimizer/state/0", "optimizer"])

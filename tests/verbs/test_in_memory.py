@@ -25,6 +25,8 @@ from tests.support.looped import looped
 from tests.support.object_graphs import saved_graph
 from tests.support.same import assert_same_objects
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*optimizer-differs:UserWarning")  # of `bake`
+
 
 def wrapped() -> nn.Module:
     torch.manual_seed(1)

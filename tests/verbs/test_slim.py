@@ -16,11 +16,24 @@ from tests.support.files import load, saved
 from tests.support.same import assert_same_objects
 
 
+class Holder:
+    """Somebody's own class."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
 def test_an_optimizer_in_a_list_leaves_the_list(tmp_path: Path) -> None:
     tree = load(make("training.pt", tmp_path))
     state, optimizer = tree["model_state_dict"], tree["optimizer_state_dict"]
     ckptool.slim(saved({"optimizer_states": [optimizer], "state_dict": state}, tmp_path / "in.pt"), tmp_path / "out.pt")
     assert_same_objects(load(tmp_path / "out.pt"), {"optimizer_states": [], "state_dict": state})
+    for holder in (Holder(net=state, optimizer=optimizer), (state, [optimizer])):  # of an object, in a list of a tuple
+        ckptool.slim(saved({"agent": holder}, tmp_path / "in.pt"), tmp_path / "out.pt", overwrite=True)
+        left = load(tmp_path / "out.pt", weights_only=False)["agent"]
+        assert_same_objects(
+            left if type(left) is tuple else vars(left), ({"net": state}, (state, []))[type(left) is tuple]
+        )
     alone = saved(optimizer, tmp_path / "alone.pt")
     says = "whole file is optimizer state"
     refused("usage", tmp_path, lambda: ckptool.slim(alone, tmp_path / "no.pt"), says)

@@ -37,6 +37,7 @@ from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.encode import integer
 
 MAX_RANKS = 16_384
+MAX_OBJECTS, REPEATED = 8 << 20, 16  # bytes of objects; beyond, as often as that the size of the same in one pickle
 VERSION = "1.0.0"
 _MODULE = "torch.distributed.checkpoint.metadata"
 _Field = str | int | tuple[int, ...] | None
@@ -78,15 +79,21 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 
     What torch's format cannot say goes into a tensor that only ckptool reads (`tree_pickle`), and is noted. Raises
     `Unsupported` for what is no dictionary and for two values of one name, `Conflict` for a dictionary in itself,
-    `UnsafeObject` for unknown calls unless `keep_unknown`.
+    `UnsafeObject` for unknown calls unless `keep_unknown`, `LimitExceeded` for objects that too many entries share.
     """
     refuse_unknown(checkpoint, keep_unknown)
     flat = FlatNames(checkpoint.tree)
     division = checkpoint.origin if isinstance(checkpoint.origin, RankDivision) else RankDivision()
     saving = _Saving(division)
+    limit = MAX_OBJECTS
     for name, value in flat.values.items():
         if not isinstance(value, TensorEntry):
             saving.add_object(name, value)
+            if (size := saving.files[0].size) > limit:
+                limit = max(limit, REPEATED * torch_zip.write(checkpoint, keep_unknown=True).nbytes)
+                if size > limit:
+                    what = f"its entries share objects, which would be written more than {REPEATED} times"
+                    raise LimitExceeded(what, "A .dcp folder has each entry by itself. Nothing was written.")
     for name, value in flat.values.items():
         if isinstance(value, TensorEntry):
             saving.add_tensor(name, value)

@@ -12,7 +12,6 @@ Source: torch/distributed/checkpoint/_nested_dict.py and _traverse.py, torch 2.4
 from __future__ import annotations
 
 from collections.abc import Iterator
-from glob import escape
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Computed, Note, Storage, StorageRef, TensorEntry
@@ -20,6 +19,7 @@ from ckptool.checkpoint import tree as trees
 from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.graph import MAX_DEPTH, SCALARS, alike, visit
 from ckptool.checkpoint.nodes import Object, OrderedDict, Set
+from ckptool.checkpoint.paths import literal
 from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import address, replaced_at
 from ckptool.commands import FILE, OUT, arg, command
@@ -80,7 +80,7 @@ class FlatNames:
                     continue
                 if id(value) in holders or len(stack) > MAX_DEPTH:
                     entry = max(at for at, (_, _, level) in enumerate(stack) if not isinstance(level, enumerate))
-                    drop = escape(address(inner_place[: entry + 1]))  # no element of a list
+                    drop = literal(address(inner_place[: entry + 1]))  # no element of a list
                     raise Conflict(
                         f"{address(inner_place)} contains itself",
                         "Its names would never end. Nothing was written.",

@@ -25,7 +25,7 @@ from typing import Any
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.arrays import TensorValues, computed_rows, fold, stretches
 from ckptool.checkpoint.dtypes import Array, DType, has_numbers, numbers
-from ckptool.checkpoint.paths import selected
+from ckptool.checkpoint.paths import literal, selected
 from ckptool.checkpoint.progress import over
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
 from ckptool.conventions.adapter_keys import BIAS, DIFFUSERS_CONFIG, EMBEDDING, PEFT, WHOLE, is_linear, orientation
@@ -261,7 +261,7 @@ def extract(
         if module in low and key in changed and leaf == "weight":
             if len(turned := turns(key)) > 1:
                 what = f"{key} is square, [out, in] or [in, out], and the matrices around it are of both kinds"
-                raise Unsupported(what, "Nothing was written.", f"Leave it out: {arg(exclude=key)}")
+                raise Unsupported(what, "Nothing was written.", f"Leave it out: {arg(exclude=literal(key))}")
             after, before = (node[key].transpose() if True in turned else node[key] for node in (tuned, base))
             deltas.append(low_rank_change(key, module, after, before, rank, dtype))
             clamped += [key] if deltas[-1].rank < rank else []
@@ -347,7 +347,7 @@ def _low_and_whole(
 def _not_in_adapter(key: str) -> Unsupported:
     what = f"{key} changed, but a PEFT adapter cannot hold it"
     why = "It is not a matrix, and PEFT saves whole modules only if they contain no others. Nothing was written."
-    return Unsupported(what, why, f"Leave it out: {arg(exclude=key)}")
+    return Unsupported(what, why, f"Leave it out: {arg(exclude=literal(key))}")
 
 
 def _differing(tuned: Mapping[Any, Any], base: Mapping[Any, Any], chosen: set[str]) -> tuple[set[str], dict[str, str]]:

@@ -6,6 +6,7 @@ translates whole checkpoints: what is refused, what the way back would lose, and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,9 +15,9 @@ from typing import Any, NamedTuple
 from ckptool.analysis.quantization import refuse_quantized
 from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
-from ckptool.checkpoint.tree import address, rebuild
+from ckptool.checkpoint.tree import address, rebuild, walk
 from ckptool.commands import arg
-from ckptool.conventions.optimizer_keys import nested
+from ckptool.conventions.optimizer_keys import NUMBERS, PARAMETER_LISTS, flat_again, nested
 from ckptool.conventions.state_dicts import StateDict, optimizers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.names.rules import Rule, Translation
@@ -33,13 +34,15 @@ WITHOUT = f"Translate the weights alone, by their address: FILE#ADDRESS {arg(ext
 class TranslatedCheckpoint(NamedTuple):
     """The checkpoint after the rules, each set of weights by the rules, and how many optimizers followed.
 
-    lost: what the way back would not restore, one line each.
+    lost: what the way back would not restore, one line each.  lists: addresses of lists of tensors like the weights
+    (some averages, master weights), which stay as they are.
     """
 
     checkpoint: Checkpoint
     roots: tuple[tuple[str, TranslatedRoot], ...]
     optimizers: int
     lost: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
 
 
 def translate_roots(
@@ -61,7 +64,9 @@ def translate_roots(
     name and for a step that lacks one of its tensors, `UsageError`, which points at the rule, for a tensor that does
     not fit, `Unsupported` where the parts of a quantized weight would be changed.
     """
-    plans = [plan_steps(translation, root.node, given, config) for root in roots]
+    tree = nested(checkpoint.tree)
+    nodes = [tree if root.node is checkpoint.tree else root.node for root in roots]
+    plans = [plan_steps(translation, node, given, config) for node in nodes]
     refuse_unused(translation, plans)
     for plan in plans:
         _refuse_changed_codes(checkpoint, plan)
@@ -80,20 +85,31 @@ def translate_roots(
             replaced[id(node)] = OrderedDict(plan.items, {**(node.attributes or {}), "_metadata": metadata})
         else:
             replaced[id(node)] = same_kind(node, plan.items)
-    tree = nested(checkpoint.tree)
     states = list(optimizers(tree)) if moments else []
     for path, optimizer in states:
         place = address((*checkpoint.base, *path))
         replaced[id(optimizer)] = _translated_optimizer(optimizer, place, checkpoint, plans)
-    changed = replace(checkpoint, tree=rebuild(tree, replaced=replaced))
+    changed = replace(checkpoint, tree=flat_again(rebuild(tree, replaced=replaced), checkpoint.tree))
     lost: dict[str, None] = {}
     try:
         back = (way_back or translation.reversed)()
         lost = dict.fromkeys(line for plan in plans for line in _losses_of(plan, back))
     except CkptoolError as error:
         lost = dict.fromkeys([error.what])
-    addresses = [root.address for root in roots]
-    return TranslatedCheckpoint(changed, tuple(zip(addresses, plans, strict=True)), len(states), tuple(lost))
+    changing = any(step.rule.chain for plan in plans for step in plan.steps)
+    lists = _lists_of_weights(checkpoint, plans) if changing else ()
+    by_address = zip([root.address for root in roots], plans, strict=True)
+    return TranslatedCheckpoint(changed, tuple(by_address), len(states), tuple(lost), tuple(lists))
+
+
+def _lists_of_weights(checkpoint: Checkpoint, plans: Sequence[TranslatedRoot]) -> Iterator[str]:
+    """The addresses of the lists in which all are tensors with the shapes of weights."""
+    weights = [Counter(getattr(value, "shape", None) for value in plan.scope.node.values()) for plan in plans]
+    for path, node in walk(checkpoint.tree):
+        parts = [part for part in node if isinstance(part, TensorEntry)] if isinstance(node, (list, tuple)) else []
+        counts = Counter(part.shape for part in parts)
+        if parts and len(parts) == len(node) and any(counts <= shapes for shapes in weights):
+            yield address((*checkpoint.base, *path))
 
 
 def translated_items(checkpoint: Checkpoint, translation: Translation, node: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -235,18 +251,29 @@ def _translated_optimizer(
         buffers = {name for root in roots for name in root.dropped}  # keys that the rules drop may be buffers
         advice = f"translate{WITHOUT.removeprefix('Translate')}"
         slots = slots.renamed(slots.names(whole, None, advice, buffers))
-    optimizer, keys = slots.tree, {*slots.slots}
-    taken = ({key for step in root.steps for key in step.keys} | {*root.kept, *root.dropped} for root in roots)
-    root = next((candidate for candidate, root_keys in zip(roots, taken, strict=True) if keys & root_keys), roots[0])
+    optimizer, keys, shapes = slots.tree, {*slots.slots}, slots.shapes()
+
+    def fit(root: TranslatedRoot) -> tuple[int, int]:  # of several with these names, the weights with these shapes
+        present = {key: getattr(root.scope.node[key], "shape", None) for key in keys if key in root.scope.node}
+        return sum(shape in shapes.get(key, ()) for key, shape in present.items()), len(present)
+
+    root = max(roots, key=fit)
     by_name = {slot: value for slot, value in optimizer["state"].items() if slot in keys}
+    unknown = [name for name in by_name if name not in root.scope.node]
+    if unknown and any(step.rule.chain for step in root.steps):
+        what = f"{place} has state for {listed(unknown, 3)}, which no weights are called"
+        raise Conflict(what, "It is unknown which of its moments the rules are for.", WITHOUT)
     beside = {slot: value for slot, value in optimizer["state"].items() if slot not in keys}
     state = {name: by_name[name] for name in root.kept if name in by_name}
     renamed = {name: [name] for name in root.kept} | {name: [] for name in (*root.dropped, *root.unfilled)}
+    places = {slot: number for number, slot in enumerate(slots.slots)}  # by which torch knows them, not by name
+    order = dict(places)
     for step in root.steps:
         renamed |= dict.fromkeys(step.keys, step.outputs)
         first = next((key for key in step.keys if key in keys), None)
         if first is None:
             continue
+        order |= dict.fromkeys(step.outputs, places[first])
         if lacking := [key for key in step.keys if (key in by_name) != (first in by_name) or key not in keys]:
             what = f"{place} has state for {first} and none for {lacking[0]}"
             raise Conflict(what, "They become one parameter; half of its moments would be made up.", WITHOUT)
@@ -254,18 +281,17 @@ def _translated_optimizer(
     for key in keys:
         if renamed.setdefault(key, [key]) == [key] and key in by_name:
             state.setdefault(key, by_name[key])
-    order = {name: number for number, name in enumerate(root.items)}
     groups = []
     for group in slots.groups:
         new = dict.fromkeys(name for slot in group["params"] for name in renamed[slot])
-        groups.append({**group, "params": sorted(new, key=lambda name: order.get(name, len(order)))})
+        params = sorted(new, key=order.__getitem__)
+        groups.append({**group, **{field: [*params] for field in PARAMETER_LISTS & group.keys()}})
     members = [name for group in groups for name in group["params"]]
     if len(set(members)) != len(members):
         repeated = next(name for name in members if members.count(name) > 1)
         what = f"{place}: {repeated} is made of parameters of two groups"
         raise Conflict(what, "It could be in only one of them.", WITHOUT)
-    if not is_named:
-        state = {name: state[name] for name in members if name in state}
+    state = {name: state[name] for name in members if name in state}
     state_dict = {**optimizer, "state": {**state, **beside}, "param_groups": groups}
     return state_dict if is_named else Slots(state_dict, place).numbered()
 
@@ -283,7 +309,7 @@ def _step_slots(step: Step, state: Mapping[str, Any], root: TranslatedRoot, plac
     new_slots: dict[str, dict[Any, Any]] = {name: {} for name in step.outputs}
     for field in slots[0]:
         values = [slot[field] for slot in slots]
-        if all(
+        if field not in NUMBERS and all(
             isinstance(value, TensorEntry) and value.shape == shape
             for value, shape in zip(values, step.shapes, strict=True)
         ):

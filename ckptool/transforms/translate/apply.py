@@ -17,6 +17,7 @@ from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.dtypes import numbers
 from ckptool.checkpoint.strided import apart
 from ckptool.commands import arg
+from ckptool.conventions.state_dicts import is_beside
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
 from ckptool.facts import dataclass, field
 from ckptool.names.pattern import MAX_NUMBER
@@ -86,7 +87,7 @@ class TranslatedRoot:
         for key, value in self.scope.node.items():
             if key in produced:
                 self.items |= produced[key]
-            elif type(key) is not str or key in remaining:
+            elif type(key) is not str or key in remaining or is_beside(key, value):
                 if type(key) is str:
                     claim(key, "a key that no rule matches", key)
                 self.items[key] = value
@@ -164,7 +165,10 @@ def plan_steps(
     if any(any(node[key].bytes()) for key in unfilled):  # all tensors that a fill would have made, or none
         unfilled = []
     left_out = {*tied, *unfilled}
-    drop_steps, keys = steps_of(translation.drop, (key for key in node if type(key) is str and key not in left_out))
+    names = (
+        key for key, value in node.items() if type(key) is str and key not in left_out and not is_beside(key, value)
+    )
+    drop_steps, keys = steps_of(translation.drop, names)
     steps, kept = steps_of(translation.rules, keys, scope, ranges=scope.ranges(translation.ranges), all_names=node)
     dropped = [*tied, *(key for step in drop_steps for key in step.keys)]
     return TranslatedRoot(translation, scope, steps, kept, dropped, tied, unfilled)
