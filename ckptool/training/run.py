@@ -28,7 +28,7 @@ from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
 from ckptool.training.saving import Saver, checked_rules, loaded, number, refuse_not_plain, to_cpu
 from ckptool.training.seen import Looks
-from ckptool.training.state import SUFFIX, Objects, Window
+from ckptool.training.state import SUFFIX, Flags, Objects, Window
 from ckptool.training.stopping import SIGNALS, Stopping, counters_around, left_by_break, loop_frame, stopping
 from ckptool.training.store import LOGGED, Retention, RunFolder, SavedState
 
@@ -200,12 +200,6 @@ class Run:
         refuse_not_plain(value, f"run[{name!r}]")
         self.values[name] = value
 
-    def __getattr__(self, name: str) -> Any:
-        why = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name == "due":
-            why = "`run.due` is gone: run.save(every=500, val=evaluate) marks, and calls evaluate when it is due"
-        raise AttributeError(why, name=name, obj=self)
-
     def __contains__(self, name: object) -> bool:
         return name in self.values
 
@@ -263,7 +257,7 @@ class Run:
             "data_state": {**point.place, "ended": self._ended, "renewing": sorted(self._window.renewing)},
             "values": self.values,
             "options": self._options,
-            "modes": self.objects.modes(),
+            "flags": self.objects.flags(),
         }
 
     def _restore(self, saved: SavedState) -> None:
@@ -301,8 +295,8 @@ class Run:
         self._drawn = set(rank["now"]) - {"generators"}
         self.position.restore(tree["data_state"], rank)
         values, self._goes_on = to_cpu(tree["values"], copied=True), False
-        random, modes = self._capture(self.objects.generators), tree.get("modes", {})
-        self._resumed = _Resumed(where, values, random, self.objects.options(), modes)
+        random, flags = self._capture(self.objects.generators), tree.get("flags", {})
+        self._resumed = _Resumed(where, values, random, self.objects.options(), flags)
         self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
 
     def _take(self, tree: dict[str, Any], where: str) -> None:
@@ -310,7 +304,7 @@ class Run:
         keys = ["values", *(name + SUFFIX for name in self.objects.others)]
         copied = to_cpu({key: tree[key] for key in keys}, copied=True)  # they would keep the file mapped
         self.objects.restore({**tree, **copied}, where)
-        self.objects.set_modes(tree.get("modes", {}))
+        self.objects.set_flags(tree.get("flags", {}))
         self.values = copied["values"]
 
     # The loop ----------------------------------------------------------------------------------------------------
@@ -515,19 +509,13 @@ class Run:
                 f"run[{name!r}] was set between ckptool.Run(…) and the loop, but this run is resumed: the saved value "
                 f"is used; write: if not run.resumed: run[{name!r}] = …"
             )
-        frozen = {name: modes["frozen"] for name, modes in self.objects.modes().items()}
-        self.objects.set_modes(resumed.modes)
-        if names := [name for name, modes in resumed.modes.items() if frozen[name] != modes["frozen"]]:
-            self._say_once(
-                f"requires_grad of {listed(list(map(printable, names)))} is set otherwise between ckptool.Run(…) and "
-                f"the loop than it was after step {self.step:,}: the saved setting is used; change it in the loop"
-            )
         inside = nested and self.position.batch > 0
-        options = self.objects.options() if inside else {}
-        if names := [printable(name) for name, groups in options.items() if groups != resumed.options[name]]:
+        options = {name: groups for name, groups in self.objects.options().items() if groups != resumed.options[name]}
+        self.objects.set_flags(resumed.flags)
+        if names := [printable(name) for name in options if inside or name in resumed.flags]:
             self._say_once(
-                f"an option of {listed(names)} was set between ckptool.Run(…) and the loop, but this run is resumed "
-                "inside an epoch: the saved value is used; set it in a step of the loop"
+                f"an option of {listed(names)} was set between ckptool.Run(…) and the loop, but this run is resumed"
+                f"{' inside an epoch' * inside}: the saved value is used; set it in a step of the loop"
             )
         if self.position.epoch if nested else self.step:
             self._say_counted()
@@ -737,14 +725,14 @@ _END = object()
 
 
 class _Resumed(NamedTuple):
-    """The checkpoint that was resumed from, until the loop begins. random: until the first loop does.  modes: see
+    """The checkpoint that was resumed from, until the loop begins. random: until the first loop does.  flags: see
     `Objects`.  watch: see `_watch_calls`."""
 
     path: str
     values: dict[str, Any]
     random: rng.State | None
     options: dict[str, list[dict[str, Any]]]
-    modes: dict[str, dict[str, list[str]]]
+    flags: Flags
     watch: Sequence[Any] = ()
 
 

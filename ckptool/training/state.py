@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +26,8 @@ Optimizer = torch.optim.Optimizer
 Schedule = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 _KINDS = (nn.Module, Optimizer, *Schedule, GradScaler)
 SUFFIX = "_state_dict"
+FLAGS: Any = (("training", nn.Module.named_modules), ("requires_grad", nn.Module.named_parameters))
+Flags = Mapping[str, Mapping[str, list[str]]]
 
 
 class Objects:
@@ -211,24 +214,19 @@ class Objects:
                     "Give the module: ckptool.Run(…, model=model); or torch.nn.ParameterList([parameter])",
                 )
 
-    def modes(self) -> dict[str, dict[str, list[str]]]:
-        """What no state dict has of the modules: their parts in evaluation mode, their frozen parameters."""
+    def flags(self) -> Flags:
+        """What no state dict has of modules: flag -> the parts or parameters for which it is False."""
         return {
-            label: {
-                "evaluating": [name for name, part in module.named_modules() if not part.training],
-                "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
-            }
+            label: {flag: [name for name, part in parts(module) if not getattr(part, flag)] for flag, parts in FLAGS}
             for label, module in self.modules.items()
         }
 
-    def set_modes(self, saved: Mapping[str, Mapping[str, list[str]]]) -> None:
-        """Sets what `modes` gave."""
-        for label, modes in saved.items():
-            evaluating, frozen = set(modes["evaluating"]), set(modes["frozen"])
-            for name, part in self.modules[label].named_modules():
-                part.training = name not in evaluating
-            for name, parameter in self.modules[label].named_parameters():
-                parameter.requires_grad = name not in frozen
+    def set_flags(self, saved: Flags) -> None:
+        """Sets what `flags` gave."""
+        for label, (flag, parts) in itertools.product(saved, FLAGS):
+            cleared = set(saved[label][flag])
+            for name, part in parts(self.modules[label]):
+                setattr(part, flag, name not in cleared)
 
     def optimizer_without_its_schedule(self) -> str:
         """The name of an optimizer whose schedule was not given; empty for none."""
@@ -241,7 +239,7 @@ class Objects:
         module is frozen, as the script set them."""
         groups: dict[str, list[dict[str, Any]]] = {name: each.param_groups for name, each in self.of(Optimizer).items()}
         groups |= {name: [vars(each)] for name, each in self.of(Schedule).items()}
-        groups |= {name: [{"frozen": listed(modes["frozen"], 3) or "none"}] for name, modes in self.modes().items()}
+        groups |= {name: [{"frozen": listed(off["requires_grad"], 3) or "none"}] for name, off in self.flags().items()}
         return {
             name: [{key: value for key, value in group.items() if _is_option(key, value)} for group in each]
             for name, each in groups.items()

@@ -342,7 +342,7 @@ def test_what_a_script_freezes_otherwise_is_named(tmp_path: Path) -> None:
         run.close()
         named = [line for line in said if "frozen is '0.weight, 0.bias' in the script, but was 'none'" in line]
         assert len(named) == before, said
-        assert len([line for line in said if line.startswith("requires_grad of model is set")]) == after, said
+        assert len([line for line in said if line.startswith("an option of model was set between")]) == after, said
 
 
 def test_an_option_that_the_script_changed_is_named(tmp_path: Path) -> None:

@@ -229,10 +229,14 @@ class Reference:
             elif kind in (RATE, SCHEDULER):
                 group = RATE, ""
             groups.setdefault(group, []).append(key)
-        return [
-            Cause([self.sentence(key, mine[key], theirs[key], index) for key in group[:MOST]], group)
-            for group in groups.values()
-        ]
+        causes = list[Cause]()
+        for members in groups.values():
+            told = [self.sentence(key, mine[key], theirs[key], index) for key in members[:MOST]]
+            # Neither gradients nor what is frozen can be put back.
+            is_kept = not told[0].startswith(_WINDOW[:10])
+            back = [key for key in members if is_kept and not key[1].endswith(".requires_grad")]
+            causes.append(Cause(told, back))
+        return causes
 
     def sentence(self, key: Key, mine: str, theirs: str, index: int) -> str:
         """What differs, in words."""

@@ -127,7 +127,7 @@ class Tracer:
         with suppress(Exception):
             tensors = [tensor for tensor in args if type(tensor) is torch.Tensor]
             self.calls += 1
-            if self.calls == 1:
+            if self.calls == 1 or (module.training and not self.inputs):  # again after a validation with gradients
                 if self.count in self.plan["keep"]:
                     path = os.path.join(self.folder, f"values-{self.count}")
                     torch.save({"values": self.values(), "begun": self.begun, "given": tensors}, f"{path}.tmp")
