@@ -13,7 +13,6 @@ import atexit
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,15 +42,6 @@ class Position:
         self.loader_state: Any = None
         self.loader: Any = None
         self.parts: dict[str, Any] = {}  # the states of saved parts of the loader when the epoch began
-        self.is_fetching = False  # what begins now, inside of a function or a wrapper, is data to train on
-
-    def fetched(self, fetch: Callable[[], Any]) -> Any:
-        """The result of `fetch`, which begins to go through data, or takes the next batch."""
-        self.is_fetching = True
-        try:
-            return fetch()
-        finally:
-            self.is_fetching = False
 
     def next_epoch(self, completed: int) -> None:
         """Moves to the beginning of the next epoch. completed: the steps so far."""
@@ -125,13 +115,6 @@ def generators_of(loader: Any) -> dict[str, Any]:
     return generators
 
 
-def _length_of(loader: Any) -> int | None:
-    """The batches of an epoch; None where the loader does not know it."""
-    with suppress(TypeError, NotImplementedError):
-        return len(loader)
-    return None
-
-
 def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]:
     """The rest of the batches of a run's current epoch. saved: the random state to continue with.
 
@@ -143,7 +126,9 @@ def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]
     elif saved is not None:
         run._restore_random(saved, generators)
     position.start = run._capture(generators)
-    length, position.length = position.length, _length_of(loader)
+    length, position.length = position.length, None
+    with suppress(TypeError, NotImplementedError):  # it may not know it
+        position.length = len(loader)
     if skipped and length != position.length and length and position.length:
         run._say_once(
             f"the loader has {counted(position.length, 'batch', 'batches')}, and had {length:,} when this epoch began: "
@@ -155,17 +140,16 @@ def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]
     batches: Any = None
     try:
         with run.objects.refetching(position.parts) if refetched else nullcontext():
-            batches = position.fetched(lambda: _epoch_iterator(loader, position))
-            fetch = partial(position.fetched, partial(next, batches, _END))
+            batches = _epoch_iterator(loader, position)
             for number in range(refetched):
                 run._reseed("step", position.began + number)
-                if fetch() is _END:
+                if next(batches, _END) is _END:
                     yielded = f"{counted(number, 'batch', 'batches')} of an epoch in which {skipped:,} were trained on"
                     raise Conflict(f"the loader gave {yielded}", "That is not the data that the run was trained on.")
         if skipped and saved is not None:
             run._restore_random(saved, generators)
         run._reseed("step", run.step)
-        while (batch := fetch()) is not _END:
+        while (batch := next(batches, _END)) is not _END:
             position.batch += 1
             yield batch
             run._reseed("step", run.step)
@@ -225,17 +209,14 @@ _WORKING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextmanager
-def workers_spared(position: Position) -> Iterator[None]:
-    """Blocks signals in the workers of every loader that begins: a script's validation needs its workers to the end.
-
-    Those that are trained on start afresh, also inside of a function or a wrapper.
-    """
+def workers_spared() -> Iterator[None]:
+    """Starts the workers of every loader afresh, also inside of functions and wrappers, and for a validation, which
+    needs them to its end: so signals are blocked in them."""
     loaders: Any = torch.utils.data.DataLoader
     begin = loaders.__iter__
 
     def begin_spared(loader: Any) -> Iterator[Any]:
-        if position.is_fetching:
-            make_ready(loader)
+        make_ready(loader)
         return _spared(loader, begin)
 
     loaders.__iter__ = begin_spared

@@ -1,7 +1,7 @@
 """Finds what changes while a model trains, to name what is in no state dict: generators, buffers, counters, the order
 of a sampler.
 
-`snapshot` goes from named objects through attributes, containers, closures and suspended generators, and names what it
+`reachable` goes from named objects through attributes, containers, closures and suspended generators, and names what it
 meets by its owner: `dataset.rng`. It runs none of their code: no property, no `__getattr__`, no `__repr__` of theirs.
 This module imports nothing of ckptool, and torch only if the program has: `prove` loads it into any interpreter.
 """
@@ -40,18 +40,12 @@ _OPAQUE = frozenset((types.ModuleType, types.CodeType))
 _UNNAMED = ("builtins", "itertools", "functools", "collections", "_collections")
 
 
-def snapshot(objects: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> `KIND: DIGEST` of all that can change and is reachable from the objects; short values are not digested.
+def reachable(objects: Mapping[str, Any], seen: dict[int, Any] | None = None) -> tuple[dict[str, str], dict[str, Any]]:
+    """A snapshot: name -> `KIND: DIGEST` of all that can change and is reachable from the objects; short values are not
+    digested. And name -> object for all objects that were met on the way.
 
     Left out: parameters, the global generators of libraries (see `random_states`), `SystemRandom`, activations, the
     state of optimizers, and what cannot be read. Bounded by `MAX_OBJECTS`; never raises.
-    """
-    return reachable(objects)[0]
-
-
-def reachable(objects: Mapping[str, Any], seen: dict[int, Any] | None = None) -> tuple[dict[str, str], dict[str, Any]]:
-    """A snapshot, and name -> object for all objects that were met on the way.
-
     seen: objects to skip, by id; those that were met are added.
     """
     entries: dict[str, str] = {}
@@ -97,11 +91,6 @@ def unsaved(before: Mapping[str, str], after: Mapping[str, str], saved_names: Co
     # A part of `model`, and of `model.bn`, is `model.bn.count`.
     owners = {name: [name, *(name[:at] for at, letter in enumerate(name) if letter in ".[#")] for name in moved}
     return {name: kind_of(after[name]) for name in moved if not any(owner in saved_names for owner in owners[name])}
-
-
-def saved_names(states: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """The names in the state dicts of modules, as `unsaved` takes them. states: by the modules' names."""
-    return {f"{name}.{key}".removesuffix("._extra_state") for name, state in states.items() for key in state}
 
 
 def random_states() -> dict[str, str]:

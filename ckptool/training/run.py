@@ -425,8 +425,6 @@ class Run:
         """The data of the current epoch, from the run's place on."""
         resumed = bool(self.position.batch)
         if resumed and (origin := self._resumed) is not None:  # undoes what the body of `epochs` repeated
-            for handle in origin.watch:
-                handle.remove()
             self._take(loaded(origin.path, self.objects.in_parts), origin.path)
             self._resumed = None
             self._say_counted()
@@ -472,7 +470,7 @@ class Run:
         try:
             with self._caught as caught:
                 caught.enter_context(stopping(self._signals, self._stop))
-                caught.enter_context(workers_spared(self.position))
+                caught.enter_context(workers_spared())
                 yield
         finally:
             self._loop = ""
@@ -519,7 +517,9 @@ class Run:
             )
         if self.position.epoch if nested else self.step:
             self._say_counted()
-        self._resumed = resumed._replace(random=None, watch=self._watch_calls()) if inside else None
+        self._resumed = resumed._replace(random=None) if inside else None
+        for module in self.objects.modules.values() if inside else ():
+            self._caught.callback(module.register_forward_pre_hook(self._note_call).remove)
         now = self._capture(self.objects.generators)
         if self._seed is None and resumed.random is not None and rng.moved(now, resumed.random):
             self._say_once(
@@ -528,19 +528,14 @@ class Run:
                 'keep it, run["batch"] = batch, and begin with: batch = run["batch"] if run.resumed else …'
             )
 
-    def _watch_calls(self) -> list[Any]:
-        """The handles of hooks that tell of modules that are called before the batches of an epoch resumed inside."""
-
-        def before(module: nn.Module, inputs: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self._say_once(
-                    "a model was called in the body of run.epochs before its batches. This process resumed inside the "
-                    f"epoch, and so it was called with the weights of step {self._saver.step:,}: what it gave, and the "
-                    'epoch needs, has to be a value, run["labels"] = labels, which the steps use as run["labels"], and '
-                    "the data: run.batches(lambda: …)"
-                )
-
-        return [module.register_forward_pre_hook(before) for module in self.objects.modules.values()]
+    def _note_call(self, module: nn.Module, inputs: Any) -> None:
+        """A module is called, in a process that resumed inside an epoch: told if that is before the batches of it."""
+        if not torch.compiler.is_compiling() and self._resumed is not None:
+            self._say_once(
+                "a model was called in the body of run.epochs before its batches, by a process that resumed inside the "
+                "epoch, and so with later weights. What it gave, and the epoch needs, has to be a value of the run, "
+                'run["labels"] = labels, used as run["labels"] in the steps, or for the data: run.batches(lambda: …)'
+            )
 
     def _say_counted(self) -> None:
         for kind in counters_around(self._iterator()):
@@ -726,14 +721,13 @@ _END = object()
 
 class _Resumed(NamedTuple):
     """The checkpoint that was resumed from, until the loop begins. random: until the first loop does.  flags: see
-    `Objects`.  watch: see `_watch_calls`."""
+    `Objects`."""
 
     path: str
     values: dict[str, Any]
     random: rng.State | None
     options: dict[str, list[dict[str, Any]]]
     flags: Flags
-    watch: Sequence[Any] = ()
 
 
 def _world(objects: Objects) -> World:

@@ -125,8 +125,12 @@ class Looks:
         ids = {name: id(value) for name, value in {**mutable, "loader": loader}.items()}
         rebound = {name for name, number in self.ids.items() if ids.get(name) != number}
         before = {name: entry for name, entry in self.entries.items() if re.split(r"[.\[#]", name)[0] not in rebound}
-        saved = moving.saved_names({name: value.state_dict() for name, value in objects.modules.items()})
-        saved |= {*generators, *(objects.named.keys() - objects.modules.keys())}
+        keys = [f"{name}.{key}" for name, module in objects.modules.items() for key in module.state_dict()]
+        saved = {
+            *(key.removesuffix("._extra_state") for key in keys),
+            *generators,
+            *(objects.named.keys() - objects.modules.keys()),
+        }
         for name, part in objects_met.items():
             saved |= {f"{name}.epoch"} if callable(getattr(type(part), "set_epoch", None)) else set()
             saved |= {f"{name}.training"} if issubclass(type(part), nn.Module) else set()
@@ -243,17 +247,13 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
                 continue
             is_inner, is_used = uses.get(name, (False, False))
             is_fixed = issubclass(type(value), _FIXED)
-            is_used |= name in uses and name in used_later and _holds_weights(value)
+            if name in uses and name in used_later and issubclass(type(value), dict):  # a copy of a state dict
+                is_used |= any(isinstance(item, torch.Tensor) for item in value.values())
             if is_used or (is_module and name not in uses and is_fixed):
                 (carried if is_used and name not in frame.f_code.co_consts else plain)[name] = _detached(value)
             elif not is_inner and not is_fixed:
                 mutable[name] = value
     return carried, plain, mutable
-
-
-def _holds_weights(value: Any) -> bool:
-    """True for a copy of a state dict."""
-    return isinstance(value, dict) and any(isinstance(item, torch.Tensor) for item in value.values())
 
 
 def _parameters_of(objects: Objects) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def _parameters_of(objects: Objects) -> dict[str, Any]:
 
 def _texts(values: list[Any]) -> set[str]:
     """The entries of these values and of their parts in a snapshot, without their kinds."""
-    entries = moving.snapshot({str(number): value for number, value in enumerate(values)})
+    entries = moving.reachable({str(number): value for number, value in enumerate(values)})[0]
     return {entry.partition(": ")[2] for entry in entries.values()}
 
 

@@ -240,15 +240,11 @@ class Objects:
         groups: dict[str, list[dict[str, Any]]] = {name: each.param_groups for name, each in self.of(Optimizer).items()}
         groups |= {name: [vars(each)] for name, each in self.of(Schedule).items()}
         groups |= {name: [{"frozen": listed(off["requires_grad"], 3) or "none"}] for name, off in self.flags().items()}
+        plain = (int, float, bool, str, tuple, Counter, type(None))
         return {
-            name: [{key: value for key, value in group.items() if _is_option(key, value)} for group in each]
+            name: [{k: v for k, v in group.items() if not k.startswith("_") and type(v) in plain} for group in each]
             for name, each in groups.items()
         }
-
-
-def _is_option(key: str, value: Any) -> bool:
-    """True for a plain value that an optimizer or a schedule was made with."""
-    return not key.startswith("_") and type(value) in (int, float, bool, str, tuple, Counter, type(None))
 
 
 def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:

@@ -190,12 +190,7 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
     )
     for name, optimizer in optimizers.items():
         if (planned := config.optim[name].schedule) is not None:
-            schedule = trainer.schedules[name] = optim.build_schedule(optimizer, planned)
-            length = (
-                trainer.total_steps if planned.per == "step" else -(-trainer.total_steps // trainer.steps_per_epoch)
-            )
-            if words := optim.ends_early(schedule, planned, length, f"optim.{name}.schedule"):
-                say(words)
+            trainer.schedules[name] = optim.build_schedule(optimizer, planned)
     return trainer
 
 

@@ -103,7 +103,7 @@ HABITS = {
     "mode": ("`model.training` (module attribute) is False in the unbroken run and True", True),
     "number": ("`noise` (value) is 0.", True),
     "memory": ("`memory` (value) is list of ", True),
-    "frozen": ("`model.requires_grad` (module attribute) is 2 of 4 parameters, ", False),
+    "frozen": ("`model.requires_grad` (module attribute) is True for 2 of 4, ", False),
     "window": ("gradients: those of step ", False),
 }
 

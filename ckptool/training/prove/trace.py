@@ -67,7 +67,7 @@ class Divergence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """The state before an optimizer step: digests, and the entries that `moving.snapshot` found.
+    """The state before an optimizer step: digests, and the entries that `moving.reachable` found.
 
     inputs: of the models since the step before.  saved: a file of the run's folder was written since then, other than
     by appending to it.  time: in seconds.  age: of `found`, in steps.
@@ -231,11 +231,11 @@ class Reference:
             groups.setdefault(group, []).append(key)
         causes = list[Cause]()
         for members in groups.values():
-            told = [self.sentence(key, mine[key], theirs[key], index) for key in members[:MOST]]
+            words = [self.sentence(key, mine[key], theirs[key], index) for key in members[:MOST]]
             # Neither gradients nor what is frozen can be put back.
-            is_kept = not told[0].startswith(_WINDOW[:10])
+            is_kept = not words[0].startswith(_WINDOW[:10])
             back = [key for key in members if is_kept and not key[1].endswith(".requires_grad")]
-            causes.append(Cause(told, back))
+            causes.append(Cause(words, back))
         return causes
 
     def sentence(self, key: Key, mine: str, theirs: str, index: int) -> str:

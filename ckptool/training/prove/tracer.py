@@ -234,8 +234,8 @@ class Tracer:
             if not name.startswith(outer):
                 outer += (f"{name}.",)
                 flags = [parameter.requires_grad for parameter in parameters]
-                number = f"{sum(flags)} of {len(flags)} parameters, {self.moving.digest(bytes(flags))}"
-                entries[f"{name}.requires_grad"] = f"{self.moving.MODULE_ATTRIBUTE}: {number}"
+                learning = f"True for {sum(flags)} of {len(flags)}, {self.moving.digest(bytes(flags))}"
+                entries[f"{name}.requires_grad"] = f"{self.moving.MODULE_ATTRIBUTE}: {learning}"
             if parameters and not name.startswith(prefixes) and not trained & set(map(id, parameters)):
                 prefixes += (f"{name}.",)
                 entries[name] = f"{WEIGHTS}: {type(value).__name__} {self.digests(parameters)}"
