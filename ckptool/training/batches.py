@@ -214,12 +214,7 @@ def workers_spared() -> Iterator[None]:
     needs them to its end: so signals are blocked in them."""
     loaders: Any = torch.utils.data.DataLoader
     begin = loaders.__iter__
-
-    def begin_spared(loader: Any) -> Iterator[Any]:
-        make_ready(loader)
-        return _spared(loader, begin)
-
-    loaders.__iter__ = begin_spared
+    loaders.__iter__ = lambda loader: _spared(loader, begin)
     try:
         yield
     finally:
@@ -227,9 +222,10 @@ def workers_spared() -> Iterator[None]:
 
 
 def _spared(loader: Any, begin: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-    """The iterator that `begin` makes of a loader, with signals blocked in its workers."""
+    """The iterator that `begin` makes of a loader, with workers of its own, in which signals are blocked."""
     if not getattr(loader, "num_workers", 0):
         return begin(loader)
+    make_ready(loader)
     with signals_blocked():
         batches = begin(loader)
     _WORKING.add(batches)

@@ -295,8 +295,8 @@ class Run:
         self._drawn = set(rank["now"]) - {"generators"}
         self.position.restore(tree["data_state"], rank)
         values, self._goes_on = to_cpu(tree["values"], copied=True), False
-        random, flags = self._capture(self.objects.generators), tree.get("flags", {})
-        self._resumed = _Resumed(where, values, random, self.objects.options(), flags)
+        random, objects = self._capture(self.objects.generators), self.objects
+        self._resumed = _Resumed(where, values, random, objects.options(), objects.flags())
         self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
 
     def _take(self, tree: dict[str, Any], where: str) -> None:
@@ -500,20 +500,16 @@ class Run:
         """When the loop of a resumed process begins: undoes and reports what the script did since `Run(…)`."""
         if (resumed := self._resumed) is None:
             return
+        inside, options = nested and self.position.batch > 0, self.objects.options()
         changed = [name for name, saved in resumed.values.items() if not rng.same(self.values[name], saved)]
-        for name in sorted(changed):
-            self.values[name] = to_cpu(resumed.values[name], copied=True)
-            self._say_once(
-                f"run[{name!r}] was set between ckptool.Run(…) and the loop, but this run is resumed: the saved value "
-                f"is used; write: if not run.resumed: run[{name!r}] = …"
-            )
-        inside = nested and self.position.batch > 0
-        options = {name: groups for name, groups in self.objects.options().items() if groups != resumed.options[name]}
+        self.values |= {name: to_cpu(resumed.values[name], copied=True) for name in changed}
+        objects = [name for name, groups in options.items() if groups != resumed.options[name]]
         self.objects.set_flags(resumed.flags)
-        if names := [printable(name) for name in options if inside or name in resumed.flags]:
+        names = [f"an option of {printable(name)}" for name in objects if inside or name in resumed.flags]
+        for what in [*(f"run[{name!r}]" for name in sorted(changed)), *names]:
             self._say_once(
-                f"an option of {listed(names)} was set between ckptool.Run(…) and the loop, but this run is resumed"
-                f"{' inside an epoch' * inside}: the saved value is used; set it in a step of the loop"
+                f"{what} was set between ckptool.Run(…) and the loop, but this run is resumed: the saved value is "
+                "used; set it in a step of the loop, or only if not run.resumed"
             )
         if self.position.epoch if nested else self.step:
             self._say_counted()

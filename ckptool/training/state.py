@@ -303,10 +303,9 @@ class Window:
         else:
             self._counts[index] += 1
             self._stepped.add(index)
-            key, gradient = next(_gradients(optimizer), (0, None))
-            # One change since it was used is a backward pass; to zero it would have been another.
-            if gradient is not None and self._changes(key, gradient) == 1:
-                self.is_adding = self.is_adding or bool(_values_of(gradient).any())
+            for key, gradient in itertools.islice(_gradients(optimizer), 1):  # the first speaks for all
+                # One change since it was used is a backward pass; to zero it would have been another.
+                self.is_adding |= self._changes(key, gradient) == 1 and _has_values(gradient)
             if len(self._optimizers) > 1:
                 gradients = _gradients(optimizer)
                 remained = any(key in self._initial and self._initial[key]() is gradient for key, gradient in gradients)
@@ -342,12 +341,8 @@ class Window:
     @property
     def is_open(self) -> bool:
         """True if an optimizer has gradients that it has yet to use. A step that a scaler skipped counts as a use."""
-        if self._updates() != self._scaled:
-            return False
-        for key, gradient in _gradients(*self._optimizers):
-            if self._changes(key, gradient) != 0 and bool(_values_of(gradient).any()):
-                return True
-        return False
+        gradients = _gradients(*self._optimizers) if self._updates() == self._scaled else ()
+        return any(self._changes(key, gradient) != 0 and _has_values(gradient) for key, gradient in gradients)
 
     def _changes(self, parameter: int, gradient: torch.Tensor) -> int | None:
         """How often a gradient was changed since its optimizer used it; None if that never did."""
@@ -367,9 +362,9 @@ def _gradients(*optimizers: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
     return ((id(parameter), parameter.grad) for parameter in parameters if parameter.grad is not None)
 
 
-def _values_of(gradient: torch.Tensor) -> torch.Tensor:
-    """The values of a gradient, dense or sparse, in this process."""
-    return local(gradient._values() if gradient.is_sparse else gradient)
+def _has_values(gradient: torch.Tensor) -> bool:
+    """True for a gradient that is not zero everywhere in this process."""
+    return bool(local(gradient._values() if gradient.is_sparse else gradient).any())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

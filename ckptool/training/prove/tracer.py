@@ -279,8 +279,8 @@ class Tracer:
     def home(self, objects: dict[str, Any], name: str) -> dict[str, Any]:
         """Where a plain value is: in the attributes of an object, or the variables of a module of the program."""
         owner, _, attribute = name.rpartition(".")
-        modules = [vars(module) for module in self.modules if attribute in vars(module)]
-        return vars(objects[owner]) if owner else {} if not modules else modules[0]
+        modules = (vars(module) for module in self.modules if attribute in vars(module))
+        return vars(objects[owner]) if owner else next(modules, {})
 
     def stored(self) -> dict[str, Any]:
         """The values that an earlier process stored for this one."""
