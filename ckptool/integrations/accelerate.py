@@ -15,7 +15,7 @@ from ckptool.integrations.shared import Fetches, committed, rotate, saved_folder
 from ckptool.output import make_folder
 from ckptool.training.run_folder import Lock, to_stderr
 from ckptool.training.saving import loaded, to_cpu
-from ckptool.training.state import Flags, Objects
+from ckptool.training.state import Objects
 from ckptool.training.store import commit_file, newest_whole
 
 _NAME = re.compile(r"checkpoint_(\d{1,18})")
@@ -55,7 +55,7 @@ class AcceleratorCheckpoints:
         self._fetches, self._loader, self._marked = Fetches(), None, False
         self._lock: Lock | None = None
         self._models = Objects({f"model {number}": model for number, model in enumerate(accelerator._models)})
-        self._flags: Flags = {}  # of a checkpoint, until the first batch after it
+        self._flags: dict[str, Any] = {}  # of a checkpoint, until the first batch after it
         self._fetches.generators |= self.objects.generators
         if accelerator.is_main_process:
             make_folder(self.folder)

@@ -28,7 +28,7 @@ from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
 from ckptool.training.saving import Saver, checked_rules, loaded, number, refuse_not_plain, to_cpu
 from ckptool.training.seen import Looks
-from ckptool.training.state import SUFFIX, Flags, Objects, Window
+from ckptool.training.state import SUFFIX, Objects, Window
 from ckptool.training.stopping import SIGNALS, Stopping, counters_around, left_by_break, loop_frame, stopping
 from ckptool.training.store import LOGGED, Retention, RunFolder, SavedState
 
@@ -716,14 +716,13 @@ _END = object()
 
 
 class _Resumed(NamedTuple):
-    """The checkpoint that was resumed from, until the loop begins. random: until the first loop does.  flags: see
-    `Objects`."""
+    """The checkpoint that was resumed from, until the loop begins. random: until the first loop does."""
 
     path: str
     values: dict[str, Any]
     random: rng.State | None
     options: dict[str, list[dict[str, Any]]]
-    flags: Flags
+    flags: dict[str, Any]
 
 
 def _world(objects: Objects) -> World:

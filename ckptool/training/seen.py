@@ -77,10 +77,7 @@ class Looks:
                 "state_dict() of what is given"
             )
         if run._window.is_adding:
-            yield (
-                "gradients are added to those of the steps before, which are in no checkpoint; call "
-                "optimizer.zero_grad() in each step"
-            )
+            yield "gradients are added to those of earlier steps, which no checkpoint has; call optimizer.zero_grad()"
         self.saves += 1
         if self.saves & (self.saves - 1):
             return

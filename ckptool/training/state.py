@@ -27,7 +27,6 @@ Schedule = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.Reduc
 _KINDS = (nn.Module, Optimizer, *Schedule, GradScaler)
 SUFFIX = "_state_dict"
 FLAGS: Any = (("training", nn.Module.named_modules), ("requires_grad", nn.Module.named_parameters))
-Flags = Mapping[str, Mapping[str, list[str]]]
 
 
 class Objects:
@@ -214,14 +213,14 @@ class Objects:
                     "Give the module: ckptool.Run(…, model=model); or torch.nn.ParameterList([parameter])",
                 )
 
-    def flags(self) -> Flags:
+    def flags(self) -> dict[str, Any]:
         """What no state dict has of modules: flag -> the parts or parameters for which it is False."""
         return {
             label: {flag: [name for name, part in parts(module) if not getattr(part, flag)] for flag, parts in FLAGS}
             for label, module in self.modules.items()
         }
 
-    def set_flags(self, saved: Flags) -> None:
+    def set_flags(self, saved: Mapping[str, Any]) -> None:
         """Sets what `flags` gave."""
         for label, (flag, parts) in itertools.product(saved, FLAGS):
             cleared = set(saved[label][flag])

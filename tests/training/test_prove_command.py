@@ -100,7 +100,7 @@ def test_what_was_not_restored_is_named_and_confirmed(script: str, fault: str, s
 
 
 HABITS = {
-    "mode": ("`model.training` (module attribute) is False in the unbroken run and True", True),
+    "mode": ("`model.training` (module attribute) is False in the unbroken run and True", False),
     "number": ("`noise` (value) is 0.", True),
     "memory": ("`memory` (value) is list of ", True),
     "frozen": ("`model.requires_grad` (module attribute) is True for 2 of 4, ", False),

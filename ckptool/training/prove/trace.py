@@ -232,10 +232,8 @@ class Reference:
         causes = list[Cause]()
         for members in groups.values():
             words = [self.sentence(key, mine[key], theirs[key], index) for key in members[:MOST]]
-            # Neither gradients nor what is frozen can be put back.
-            is_kept = not words[0].startswith(_WINDOW[:10])
-            back = [key for key in members if is_kept and not key[1].endswith(".requires_grad")]
-            causes.append(Cause(words, back))
+            is_fixed = words[0].startswith(_WINDOW[:10]) or members[0][1].endswith(".requires_grad")
+            causes.append(Cause(words, [] if is_fixed else members))  # gradients cannot be put back, nor what is frozen
         return causes
 
     def sentence(self, key: Key, mine: str, theirs: str, index: int) -> str:

@@ -36,8 +36,7 @@ WEIGHTS, SCHEDULER, SCALER = "weights", "scheduler", "scaler"
 
 
 class Tracer:
-    """Hooks into torch; records what happened since the last step. count: steps so far.  calls: of models since the
-    last, with gradients.  depth: of calls of modules.
+    """Hooks into torch; records what happened since the last step. count: steps so far.  depth: of calls of modules.
 
     age: steps since the last look at the variables.  walked: digests of the weights at which to look.  spent: seconds
     that looking took.  names: of optimizers, by their ids.
@@ -48,7 +47,7 @@ class Tracer:
         self.inputs: list[str] = []
         self.last: dict[str, str] = {}
         self.files: dict[str, Any] = {}
-        self.count = self.calls = self.depth = self.age = 0
+        self.count = self.depth = self.age = 0
         self.walked: set[str] = set()
         self.spent = self.first = 0.0
         self.names: dict[int, str] = {}
@@ -122,12 +121,12 @@ class Tracer:
         if torch.compiler.is_compiling():
             return
         self.depth += 1
-        if self.depth > 1 or not torch.is_grad_enabled():
+        # In evaluation mode, a call with gradients is one of a validation.
+        if self.depth > 1 or not module.training or not torch.is_grad_enabled() or len(self.inputs) == MOST:
             return
         with suppress(Exception):
             tensors = [tensor for tensor in args if type(tensor) is torch.Tensor]
-            self.calls += 1
-            if self.calls == 1 or (module.training and not self.inputs):  # again after a validation with gradients
+            if not self.inputs:
                 if self.count in self.plan["keep"]:
                     path = os.path.join(self.folder, f"values-{self.count}")
                     torch.save({"values": self.values(), "begun": self.begun, "given": tensors}, f"{path}.tmp")
@@ -137,8 +136,7 @@ class Tracer:
                     self.put_back(stored["values"])
                     for old, new in zip(tensors, stored["given"] if "batch:" in self.plan["put"] else (), strict=False):
                         old.data = new
-            if module.training and len(self.inputs) < MOST:  # else it is validated
-                self.inputs.append(self.digests(tensors))
+            self.inputs.append(self.digests(tensors))
 
     def after_call(self, module: Any, args: Any, result: Any) -> None:
         if not sys.modules["torch"].compiler.is_compiling():
@@ -159,7 +157,7 @@ class Tracer:
                 line["gone"] = [*(self.last.keys() - entries.keys())]
                 self.last, self.age = entries, 0
             line |= {"optimizer": self.names[id(optimizer)], "age": self.age}
-            self.inputs, self.calls, self.depth = [], 0, 0
+            self.inputs, self.depth = [], 0
             if self.file is None:
                 dist: Any = sys.modules.get("torch.distributed")
                 dist = dist if dist is not None and dist.is_available() else None
