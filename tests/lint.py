@@ -188,7 +188,7 @@ def named_constants(module: Module) -> dict[str, set[str]]:
 
 def codes_of(module: Module) -> Iterator[str]:
     """The codes that a module names: of a class of errors, or in making a note, finding or problem."""
-    makers = {"Note": 0, "Finding": 0, "Problem": 0}
+    makers = {"Note": 0, "noted": 0, "Finding": 0, "Problem": 0}
     names = named_constants(module)
     for call in calls(module, *makers):
         for value in call.args[makers[call.func.id] :][:1]:  # type: ignore[attr-defined]

@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import ckptool
+from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint.tree import memories, walk
+from ckptool.conventions.optimizer_keys import nested
+from ckptool.conventions.state_dicts import optimizers
 from ckptool.formats import FORMATS, PROGRAMS, Format
 from tests.support.cli import Run
 from tests.support.engine_cases import check_case, committed_cases, judged_layouts, scripts
@@ -19,6 +24,17 @@ from tests.support.looped import looped
 @looped("case", committed_cases(), ids=lambda case: case.name, at_once=4, here=0.6)
 def test_a_folder_is_one_checkpoint_with_the_values_of_its_engine(case: Path, tmp_path: Path, run: Run) -> None:
     check_case(case, tmp_path, run)
+
+
+@looped("case", committed_cases(), ids=lambda case: case.name)
+def test_every_parameter_has_a_step_and_moments_of_its_own(case: Path) -> None:
+    """torch counts steps in place: one that parameters shared would be counted once for each of them."""
+    if "rules" in json.loads((case / "case.json").read_text()):
+        return
+    tree = ckptool.open(case / "checkpoint").tree
+    for _, optimizer in optimizers(nested(tree)):
+        tensors = [entry for _, entry in walk(optimizer["state"]) if isinstance(entry, TensorEntry) and entry.numel]
+        assert len({*memories(dict(enumerate(tensors))).values()}) == len(tensors)
 
 
 def test_what_is_never_a_file_is_known_as_a_folder() -> None:

@@ -10,7 +10,7 @@ from ckptool import __version__, errors
 from ckptool.analysis.diff import IGNORABLE
 from ckptool.checkpoint import graph
 from ckptool.commands import ALIASES, VERBS, Use
-from ckptool.formats import FORMATS, boxes, nested_streams, safetensors, torch_zip
+from ckptool.formats import FORMATS, distributed, nested_streams, safetensors, torch_zip
 from ckptool.formats.zip import directory
 from ckptool.pickles import decode, objects, strings
 from ckptool.training.config import Config, descend
@@ -33,7 +33,7 @@ LIMITS = {
     "a dictionary key": [objects.MAX_KEY_DEPTH],
     "torch streams inside torch streams": [nested_streams.MAX_NESTING],
     "classes and functions that one file names": [objects.MAX_NAMES],
-    "dimensions of a tensor": [boxes.MAX_DIMENSIONS],
+    "dimensions of a tensor": [distributed.MAX_DIMENSIONS],
     "records of a zip; its directory": [directory.MAX_ENTRIES, directory.MAX_DIRECTORY],
     "a header of safetensors; its tensors": [safetensors.MAX_HEADER, safetensors.MAX_TENSORS],
 }

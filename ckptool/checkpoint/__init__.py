@@ -178,6 +178,10 @@ class TensorEntry(ArrayLike):
         """The same view of another storage."""
         return TensorEntry(storage, self.dtype, self.shape, self.stride, self.offset, self.flags)
 
+    def alone(self) -> TensorEntry:
+        """The same view of a storage of its own, with the same bytes."""
+        return self.with_storage(self.storage.alone())
+
     def with_flags(self, flags: Flags) -> TensorEntry:
         """The same values with other flags."""
         return TensorEntry(self.storage, self.dtype, self.shape, self.stride, self.offset, flags)

@@ -40,10 +40,10 @@ def flat_keys(node: Any) -> dict[Any, FlatKey]:
     """The keys of flattened optimizers in a dictionary; none in anything else, or where nested ones are there, too."""
     names: dict[str, set[str]] = {}  # of the parameters below each prefix
     texts = [key for key in node if type(key) is str] if isinstance(node, dict) else []
-    for text in texts:
-        prefix, section, rest = text.partition(_GROUPS)
+    for text in (text for text in texts if _GROUPS in text):
+        prefix, _, rest = text.partition(_GROUPS)
         name, _, option = rest.rpartition(".")
-        if section and name and option and (not prefix or prefix.endswith(".")):
+        if name and option and (not prefix or prefix.endswith(".")):
             names.setdefault(prefix, set()).add(name)
     nested_keys = {key for prefix in names for key in ([prefix[:-1]] if prefix else ["state", "param_groups"])}
     if not names or len(names) > MAX_PLACES or not nested_keys.isdisjoint(node):

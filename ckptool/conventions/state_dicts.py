@@ -301,7 +301,8 @@ def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
     kinds = set(map(type, node.values()))
     if kinds.isdisjoint(_TENSORS) or set(map(type, node)) != {str}:
         return False
-    members = {key: value for key, value in node.items() if not key.endswith(EXTRA_STATE)}
+    flat = flat_keys(node)
+    members = {key: value for key, value in node.items() if not key.endswith(EXTRA_STATE) and key not in flat}
     tensor_keys = [key for key, value in members.items() if type(value) in _TENSORS]
     dotted = any("." in key for key in tensor_keys)
     if not tensor_keys or (2 * len(tensor_keys) < len(members) and not dotted):

@@ -23,7 +23,7 @@ from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.paths import may_exist, named_urls
 from ckptool.checkpoint.tree import find
 from ckptool.commands import OUT_PT, Command, arg, command
-from ckptool.errors import Corrupt, OnlyAPart, Truncated, UsageError, counted, listed, quoted
+from ckptool.errors import Corrupt, OnlyAPart, Truncated, UsageError, listed, quoted
 from ckptool.facts import dataclass, replace
 
 if TYPE_CHECKING:  # reading imports nothing of writing, nor of torch
@@ -184,10 +184,11 @@ def read_source(source: Input) -> Checkpoint:
         checkpoint = replace(checkpoint, part=part, notes=(*checkpoint.notes, note))
     if isinstance(source, Folder):
         if not source.far and (links := led_elsewhere(source.path, source.files)):
-            what = counted(len(links), "file is a link that points", "files are links that point")
-            shown = listed([f"{name} → {place}" for name, place in links.items()], 3)
-            note = Note("link-elsewhere", f"{what} out of the folder: {shown}")
-            checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
+            from ckptool.formats.marks import noted
+
+            shown = (f"{name} → {place}" for name, place in links.items())
+            words = "file is a link that points", "files are links that point", "out of the folder"
+            checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *noted("link-elsewhere", shown, *words)))
         checkpoint.kept[FOLDER] = source.path  # whose other files `members.all_uses` judges
     return checkpoint
 

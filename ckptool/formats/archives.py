@@ -19,8 +19,9 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, FileRange, Note
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.commands import other_program
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Unsupported, counted, listed
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Unsupported, counted
 from ckptool.formats import HEAD, ZIP, safetensors, torch_legacy, torch_tar, torch_zip
+from ckptool.formats.marks import noted
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import LEADS_ELSEWHERE
 
@@ -102,9 +103,7 @@ def read(source: Source) -> Checkpoint:
             with suppress(ValueError, RecursionError):
                 values[name] = json.loads(text)
         pickles += text.count('":serialized:"')
-    if skipped:
-        shown = listed(skipped, 3)
-        notes.append(Note(OTHERS, f"{counted(len(skipped), 'file is', 'files are')} no checkpoint: {shown}"))
+    notes += noted(OTHERS, skipped, "file is", "files are", "no checkpoint")
     if pickles:
         what = counted(pickles, "pickle in its text", "pickles in its texts")
         notes.append(Note(PICKLES, f"{what} would run when stable-baselines3 loads it; here they stay text"))
@@ -119,8 +118,7 @@ def in_folders(values: dict[str, Any], where: str = "") -> dict[str, Any]:
     for name, value in values.items():
         *folders, last = name.split("/")
         if len(folders) > MAX_FOLDERS:
-            what = f"{where}{name[:200]!r} is in {counted(len(folders), 'folder')}"
-            raise LimitExceeded(what, f"ckptool reads at most {MAX_FOLDERS:,}; the archive is probably malicious.")
+            raise LimitExceeded(f"{where}{name[:200]!r} is in {counted(len(folders), 'folder')}")
         node = tree
         for depth, folder in enumerate(folders):
             if "/".join(folders[: depth + 1]) in values:
@@ -151,8 +149,7 @@ def _files(source: Source, notes: list[Note]) -> Iterator[tuple[str, Readable]]:
                 what = f"{source}: {header.name[:120]!r} in it is {kind}"
                 raise Unsupported(what, "Only plain files are read in place.", _unpack(source))
         if tar.end != source.size:
-            what = f"{source} has {source.size - tar.end:,} bytes after its end"
-            raise Ambiguous(what, "Some readers would see another archive there.")
+            raise Ambiguous(f"{source} has {source.size - tar.end:,} bytes after its end")
         return
     archive = directory.read_archive(source)
     notes += archive.notes

@@ -14,23 +14,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from math import isfinite, prod
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.dtypes import has_numbers
-from ckptool.checkpoint.files import Folder, Source, json_or_none, without_resource_forks
-from ckptool.checkpoint.graph import structural_parts
+from ckptool.checkpoint.files import Folder, Source, json_or_none
+from ckptool.checkpoint.graph import structural_parts, visit
 from ckptool.checkpoint.nodes import Global, Object, fields, items
 from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import NAME, arg
 from ckptool.errors import CkptoolError, Conflict, Corrupt, OnlyAPart, counted, listed, printable
 from ckptool.facts import replace
+from ckptool.formats.marks import OTHER_TAGS, noted
 
+MAX_TABLE = 100_000_000  # bytes of an index or another table
 MOST_NAMED = 1_000  # missing ranks: a number in a file may claim any world size
-MAX_NAMES = 20_000  # of a folder, looked at beside a file
 _COPY = "Copy the whole folder again, or take another checkpoint."
 
 
@@ -113,22 +114,20 @@ def renamed(names: Collection[str], pattern: NamePattern) -> list[str]:
 
 def names_in(folder: str) -> list[str]:
     """The names in a folder, sorted; none where it cannot be read."""
-    if is_url(folder):
-        try:
-            return Folder(folder).names
-        except CkptoolError:
-            return []
     try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False)]
-    except (OSError, ValueError):  # no file can have such a name
+        return Folder(folder).names
+    except CkptoolError:
         return []
-    return sorted(without_resource_forks(names))
 
 
 def is_in(folder: str, name: str) -> bool:
     """True if a folder has something of this name; one at a URL is listed for it, others may be very long."""
     return name in names_in(folder) if is_url(folder) else os.path.lexists(os.path.join(folder, name))
+
+
+def json_in(folder: str, name: str) -> dict[str, Any]:
+    """The JSON object in a file of a folder: an index, a configuration; empty where there is none that can be read."""
+    return fields(json_or_none(os.path.join(folder, name), MAX_TABLE))
 
 
 def led_elsewhere(folder: str, names: Iterable[str]) -> dict[str, str]:
@@ -211,7 +210,7 @@ def complete(folder: Folder, ranks: Collection[int], world: int, file: str) -> N
 def lacks(where: object, what: str, names: Iterable[str] = ()) -> Corrupt:
     """The error for files that are missing. names: theirs."""
     shown = listed(list(names), 3)
-    why = "Only the files of all ranks together are a checkpoint."
+    why = "Only all of its files together are a checkpoint."
     return Corrupt(f"{where} lacks {what}{shown and ': '}{shown}", why, _COPY)
 
 
@@ -226,20 +225,28 @@ def mixed(where: object, one: str, other: str, what: str) -> Conflict:
 
 def another_run(where: object, what: str) -> Conflict:
     """The error for what the files of all ranks should agree on, and do not."""
-    why = "A file was renamed or changed, or comes from another step or run."
-    return Conflict(f"{where}: {what}", why, "Copy the files of all ranks again, each under its own name.")
+    why = "A file is missing, was renamed or changed, or comes from another step or run."
+    return Conflict(f"{where}: {what}", why, "Copy all of the files again, each under its own name.")
 
 
 def damaged(where: object, what: str) -> Corrupt:
     """The error for a file that is not what its name or its table says."""
-    return Corrupt(f"{where}: {what}", "The file was damaged, or another program wrote it.", _COPY)
+    return Corrupt(f"{where}: {what}", "It was damaged, is of another checkpoint, or another program wrote it.", _COPY)
+
+
+def one_of(folder: Folder, inner: Folder, names: Iterable[str], read: Callable[[Folder], Checkpoint]) -> Checkpoint:
+    """The checkpoint as which the folder of a run is read, and a note on the others. names: those of all in it."""
+    checkpoint, name = read(inner), os.path.basename(inner.path)
+    folder.adopt(name, inner)
+    others = (other for other in names if other != name)
+    notes = noted(OTHER_TAGS, others, "other checkpoint is", "other checkpoints are", f"beside {name}, which was read")
+    return replace(checkpoint, source=folder, notes=(*checkpoint.notes, *notes))
 
 
 # What a file is a part of --------------------------------------------------------------------------------------------
 
 CODE, MEMBERS = "part", "members"  # of the notes
 FOLDER = "folder"  # of `Checkpoint.kept`: the path of the folder that was named
-MAX_INDEX = 16 << 20
 
 _RANK_IN_NAME = NamePattern("rank", r"(?s)(?:.*?[-_.])?rank[-_]?(?P<rank>\d{1,6})(?!\d).*")
 _NUMBERS = re.compile(r"\d+")
@@ -269,11 +276,9 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
         similar = [_NUMBERS.sub("#", file) for file in _beside(path)].count(_NUMBERS.sub("#", name))
         whole = (folder or ".") if rank_match and world and similar >= world else ""
         return replace(_ranked(rank, world, f"{which} {what}"), whole=whole)
-    if facts.flat:
+    if facts.flat or (world_match and world is not None and world > 1):
         what = "its parameters are flattened the way FSDP keeps them, without those of the other ranks"
-        return _ranked(rank, world, what)
-    if world_match and world is not None and world > 1:
-        return _ranked(rank, world, "the other ranks have files of their own")
+        return _ranked(rank, world, what if facts.flat else "the other ranks have files of their own")
     # A file of DeepSpeed's: a rank's share of the optimizer, or weights whose values are in those.
     states_match = STATES.fullmatch(name)
     rank, optimizer = int(states_match["rank"]) if states_match else None, fields(top.get("optimizer_state_dict"))
@@ -306,11 +311,8 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
         return PartOf(PartKind.SHARD, label, what)
     # One of the files over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama).
     args = top.get("args") if "model" in top else None  # Megatron's say over how many files it is divided
-    sizes = [
-        args.attributes.get(f"{kind}_model_parallel_size")
-        for kind in ("tensor", "pipeline")
-        if isinstance(args, Object)
-    ]
+    settings = args.attributes if isinstance(args, Object) else {}
+    sizes = [settings.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
     world = prod(size for size in sizes if type(size) is int and size > 0)
     rank_folder = os.path.dirname(absolute(path)) if path else ""  # Megatron has a folder for each rank
     for pattern, place, of_rank, stated in (
@@ -326,10 +328,8 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
             label = f"rank {text.replace('_', '/') if number is None else number} of {count:,}"
             if count > 1:
                 return PartOf(PartKind.RANK, label, _ONE_OF_SEVERAL, number, count)
-            break
-    else:
-        if world > 1:
-            return _ranked(None, world, _ONE_OF_SEVERAL)
+    if world > 1:
+        return _ranked(None, world, _ONE_OF_SEVERAL)
     if "DCP_SHARDING_INFO" in checkpoint.metadata:  # as `HuggingFaceStorageWriter(save_distributed=True)` writes it
         piece, ranks = PIECES.fullmatch(name), {m["rank"] for m in map(PIECES.fullmatch, _beside(path)) if m}
         what = "its tensors are pieces of larger ones, whose other pieces are in the files of the other ranks"
@@ -354,7 +354,7 @@ def _shard(folder: str, name: str) -> PartOf | None:
     indexes = list(filter(INDEX.fullmatch, siblings))
     evidence = "its name says so" if indexes else "the index of the set is not beside it"
     for sibling in indexes:
-        table = fields(json_or_none(os.path.join(folder, sibling), MAX_INDEX)).get("weight_map")
+        table = json_in(folder, sibling).get("weight_map")
         files = sorted({plain_name(file) for file in fields(table).values() if type(file) is str})
         if name in files:
             number, count, whole, index = files.index(name) + 1, len(files), folder or ".", sibling
@@ -384,11 +384,9 @@ class _TreeFacts:
         self.rank: int | None = None
         self.world: int | None = None
         self.flat = False
-        stack, seen = [tree], set[int]()
-        while stack:
-            node = stack.pop()
+        for node in visit(tree, _with_parts):
             if type(node) is Composite:
-                from ckptool.formats.placements import distributed  # which few files need
+                from ckptool.formats.distributed import distributed  # which few files need
 
                 if (tensor := distributed(node)) is not None:
                     rank, world = tensor.rank, tensor.world
@@ -396,27 +394,27 @@ class _TreeFacts:
                     self.shared += not tensor.is_whole
                     self.rank = rank if self.rank is None and type(rank) is int and rank >= 0 else self.rank
                     self.world = world if self.world is None and type(world) is int and world > 0 else self.world
-            elif type(node) in _SCALARS or id(node) in seen:
-                continue
             elif isinstance(node, dict):
-                seen.add(id(node))
-                weights = empty = 0
-                for key, value in node.items():
-                    if type(value) is not TensorEntry:
-                        stack += [value] if type(value) not in _SCALARS else []
-                    elif type(key) is str:
-                        last = key.rpartition(".")[2]
-                        if last in ("weight", "bias"):
-                            weights += 1
-                            empty += value.shape == (0,)
-                        elif "flat_param" in last:
-                            self.flat |= last.lstrip("_").startswith("flat_param")
+                named = {key: value for key, value in node.items() if type(value) is TensorEntry and type(key) is str}
+                weights = [value for key, value in named.items() if key.rpartition(".")[2] in ("weight", "bias")]
+                empty = sum(value.shape == (0,) for value in weights)
+                self.flat |= any("flat_param" in key and is_flat_parameter(key) for key in named)
                 if empty > self.empty:
-                    self.empty, self.weights = empty, weights
-            else:
-                seen.add(id(node))
-                is_object = isinstance(node, Object)
-                stack += (node.args, node.items, node.elements, node.state) if is_object else structural_parts(node)
+                    self.empty, self.weights = empty, len(weights)
+
+
+def _with_parts(node: Any) -> list[Any]:
+    """The parts of a node that have parts themselves, without its keys; none of a tensor of torch.distributed."""
+    if isinstance(node, Object):
+        parts: Iterable[Any] = (node.args, node.items, node.elements, node.state)
+    else:
+        parts = node.values() if isinstance(node, dict) else () if type(node) is Composite else structural_parts(node)
+    return [part for part in parts if type(part) not in _SCALARS]
+
+
+def is_flat_parameter(key: Any) -> bool:
+    """True for the name of the vector that FSDP keeps the parameters of a module in."""
+    return type(key) is str and key.rpartition(".")[2].lstrip("_").startswith("flat_param")
 
 
 def _ranked(rank: int | None, world: int | None, meaning: str, kind: PartKind = PartKind.RANK) -> PartOf:

@@ -11,7 +11,7 @@ goes along into every file made of this one.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -52,6 +52,13 @@ def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
     count = f"{counted(len(separate), 'storage is', 'storages are')} stored as {len({old for old, _, _ in separate}):,}"
     note = Note("new-ties", f"{count}, since they are equal: ckptool keeps them separate, stock torch.load ties them")
     return rebuild(tree, lambda node: entries.get(id(node), node)), [note]
+
+
+def noted(code: str, names: Iterable[object], one: str, many: str, about: str, fix: tuple[str, ...] = ()) -> list[Note]:
+    """The note on several things of one kind, if there are any: how many, in words with their verb, and the first."""
+    things = list(names)
+    message = f"{counted(len(things), one, many)} {about}: {listed(things, 3)}"
+    return [Note(code, message, fix)] if things else []
 
 
 # Codes of the notes on what was chosen among the values of several ranks, or among several checkpoints, or may be

@@ -19,46 +19,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
-from ckptool.checkpoint.files import (
-    Folder,
-    Input,
-    Source,
-    entries_of,
-    folder_at,
-    json_or_none,
-    open_input,
-    read_json,
-    while_open,
-)
+from ckptool.checkpoint.files import Folder, Input, Source, entries_of, folder_at, json_or_none, open_input, while_open
 from ckptool.checkpoint.nodes import fields, items
 from ckptool.commands import OUT, OUT_SAFETENSORS, RULES, command
 from ckptool.conventions.state_dicts import optimizers
-from ckptool.errors import (
-    CkptoolError,
-    Conflict,
-    Corrupt,
-    LimitExceeded,
-    NotACheckpoint,
-    counted,
-    form,
-    listed,
-    printable,
-)
+from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, NotACheckpoint, counted, listed, printable
 from ckptool.facts import dataclass, replace
 from ckptool.formats import FORMATS, HEAD, named, read_alone
 from ckptool.formats.folder import (
     CONSOLIDATED,
     FOLDER,
     FSDP_RANKS,
+    MAX_TABLE,
     MEMBERS,
     MODEL_PARALLEL,
     OF_WORLD,
     PIECES,
     NamePattern,
     as_part,
+    damaged,
+    json_in,
     missing_names,
     names_in,
     number_in,
@@ -69,7 +53,6 @@ from ckptool.pickles.calls import UNKNOWN, NameUse, uses_of
 
 NAME = "folder"
 MAX_MEMBERS = 10_000  # of a folder, each of which is opened: thousands of ranks save two each
-MAX_JSON = 16 << 20
 MAX_STEPS = 512  # of parameters looked at
 STATE, CONFIG, ADAPTER = "trainer_state.json", "config.json", "adapter_config.json"
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"  # of a Trainer
@@ -126,11 +109,8 @@ def detect(head: bytes, source: Input) -> bool:
 def layout_of(folder: Folder) -> MemberFiles | None:
     """The members of a folder that no other format reads; None where it has none."""
     # Megatron's legacy layout: a folder for each rank.
-    ranks = {name: _names_in(folder, name) for name in folder.names if MODEL_PARALLEL.fullmatch(name)}
-    ranks = {name: content for name, content in ranks.items() if _is_folder(folder, name)}
-    ranks = {
-        rank: [name for name in without_copies(content) if name.endswith(".pt")] for rank, content in ranks.items()
-    }
+    folders = [name for name in folder.names if MODEL_PARALLEL.fullmatch(name) and _is_folder(folder, name)]
+    ranks = {name: [n for n in without_copies(_names_in(folder, name)) if n.endswith(".pt")] for name in folders}
     files = tuple(f"{rank}/{name}" for rank, content in ranks.items() for name in content)
     if files:
         missing = [*missing_names(ranks, MODEL_PARALLEL), *(rank for rank, content in ranks.items() if not content)]
@@ -187,8 +167,9 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     if layout is None or not (layout.names or layout.missing):
         return checkpoint
     if len(layout.names) > MAX_MEMBERS:
-        what = f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}"
-        raise LimitExceeded(what, f"ckptool opens at most {MAX_MEMBERS:,}.", "Name one of them.")
+        raise LimitExceeded(
+            f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}", "", "Name one of them."
+        )
     members: dict[str, Checkpoint] = {}
     parts: list[PartOf] = []  # members that are parts of one thing
     errors: dict[str, str] = {}
@@ -233,7 +214,8 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         checkpoint = replace(checkpoint, metadata={key: fact for key, fact in facts.items() if fact})
     if number == count and not (parts and checkpoint.container == NAME):
         lead = ["the weights" if only_weights else _ENGINE] if layout.beside else []
-        note = Note(MEMBERS, f"{label} {form(count, 'is', 'are')} whole: {listed([*lead, *layout.names], 4)}")
+        what = f"{number:,} of {counted(count, 'member is', 'members are')} whole"
+        note = Note(MEMBERS, f"{what}: {listed([*lead, *layout.names], 4)}")
         return replace(checkpoint, notes=(*checkpoint.notes, note))
     detail = problems or f"all of its files are present; {_NOT_JOINED[layout.by_rules]}"
     join = command("convert", folder.path, rules_file=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()
@@ -253,8 +235,7 @@ def _in_tree(checkpoint: Checkpoint, source: Folder, members: dict[str, Checkpoi
     notes, discarded = [*checkpoint.notes], [*checkpoint.discarded]
     for name, member in members.items():
         if name in tree:
-            what = f"{source} holds a member {name}, but one of its tensors has that name, too"
-            raise Corrupt(what, "No program writes both.")
+            raise damaged(source, f"it holds a member {name}, but one of its tensors has that name, too")
         if member.source is not None:
             source.adopt(name, member.source)
         tree[name] = member.tree
@@ -315,8 +296,9 @@ def _folder_of(source: Input) -> Folder:
 def open_member(folder: Folder, name: str) -> Checkpoint:
     """Opens a member. Raises `Corrupt` for one whose own members are folders again, and what opening it raises."""
     if name.endswith(".json"):
-        table = read_json(os.path.join(folder.path, name), "a table", MAX_JSON)
-        return Checkpoint(table if isinstance(table, dict) else {}, "json")
+        if (table := json_or_none(path := os.path.join(folder.path, name), MAX_TABLE)) is None:
+            raise damaged(path, "it is not JSON that can be read")
+        return Checkpoint(fields(table), "json")
     source = open_input(os.path.join(folder.path, name))
     if isinstance(source, Source):
         source.share_descriptors()
@@ -446,11 +428,11 @@ _WITH_OWN_WEIGHTS = frozenset(
 def _components(folder: Folder, table: str) -> Iterator[tuple[str, str]]:
     """The folders that a table of diffusers or of sentence-transformers (by `path`) lists, and what is there:
     `weights`, `config.json`, other `files` or nothing."""
-    listing = json_or_none(os.path.join(folder.path, table), MAX_JSON) if table in folder else None
+    listing = json_or_none(os.path.join(folder.path, table), MAX_TABLE) if table in folder else None
     modules = [*map(fields, items(listing))] if table == "modules.json" else []
     pairs = [(module.get("path"), module.get("type")) for module in modules]
     if any(name == "" for name, _ in pairs) and ROUTER in folder:  # chooses among modules in folders of their own
-        pairs += fields(fields(json_or_none(os.path.join(folder.path, ROUTER), MAX_JSON)).get("types")).items()
+        pairs += fields(json_in(folder.path, ROUTER).get("types")).items()
     names, types = [name for name, _ in pairs], {str(name).strip("/"): str(kind) for name, kind in pairs}
     for name, value in fields(listing).items() if table == "model_index.json" else ():
         if not name.startswith("_") and len(items(value)) == 2 and value[0] is not None:
@@ -493,8 +475,8 @@ def step_in(state: Checkpoint | None) -> int:
 
 def step_of(folder: str) -> dict[str, Any]:
     """The progress of a Trainer by its state: `{"global_step": 500, "epoch": 1.0}`; empty without one."""
-    state = json_or_none(os.path.join(folder, STATE), MAX_JSON) if STATE in names_in(folder) else None
-    return {key: value for key, value in fields(state).items() if key in ("global_step", "epoch")}
+    state = json_in(folder, STATE) if STATE in names_in(folder) else {}
+    return {key: value for key, value in state.items() if key in ("global_step", "epoch")}
 
 
 # What they would run --------------------------------------------------------------------------------------------------
@@ -556,14 +538,12 @@ def _names_below(folder: str) -> Iterator[str]:
     stack = [""]
     while stack:
         below = stack.pop()
-        try:
-            names = [name for name, _, _ in entries_of(os.path.join(folder, below))]
-        except CkptoolError:
-            continue
-        for name in names:
-            path = os.path.join(folder, below, name)
-            if folder_at(path):
-                if not name.startswith(".") and not os.path.islink(path):
-                    stack.append(os.path.join(below, name))
-            elif not name.endswith(_OF_DCP):
-                yield os.path.join(below, name)
+        entries: list[tuple[str, bool, bool]] = []
+        with suppress(CkptoolError):
+            entries = entries_of(os.path.join(folder, below))
+        for name, is_folder, is_file in entries:
+            path = os.path.join(below, name)
+            if is_folder:
+                stack += [] if name.startswith(".") else [path]
+            elif not name.endswith(_OF_DCP) and (is_file or not folder_at(os.path.join(folder, path))):
+                yield path

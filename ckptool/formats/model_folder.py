@@ -17,20 +17,19 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.dtypes import DTYPES
-from ckptool.checkpoint.files import Folder, Source, json_or_none
-from ckptool.checkpoint.nodes import Object
+from ckptool.checkpoint.files import Folder, Source
+from ckptool.checkpoint.nodes import fields
 from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import DIR, arg
 from ckptool.conventions.adapter_keys import DIFFUSERS_CONFIG
 from ckptool.errors import UsageError, listed, printable
 from ckptool.facts import dataclass, field
-from ckptool.formats.folder import is_in, led_elsewhere, names_in
+from ckptool.formats.folder import is_in, json_in, led_elsewhere, names_in
 
 CONFIG, PARAMS, ADAPTER = "config.json", "params.json", "adapter_config.json"
 MODULES = "modules.json"  # of sentence-transformers: its modules, in folders of their own
 TRANSFORMERS, DIFFUSERS, PEFT, TIMM = "transformers", "diffusers", "peft", "timm"
 STEMS = {TRANSFORMERS: "model", DIFFUSERS: "diffusion_pytorch_model", PEFT: "adapter_model"}
-MAX_CONFIG = 16 << 20  # bytes
 MAX_COMPANION = 256 << 20  # bytes of one file; tokenizers take 40 MB
 
 _COMPANION = re.compile(
@@ -85,7 +84,7 @@ def model_folder(model: Checkpoint, tree: Any, like: str | None = None, *, dequa
     tree = tree if isinstance(tree, dict) else {}
     for place in _config_folders(model) if like is None else [like]:
         names = names_in(place)
-        configs = {name: _json(place, name) for name in (CONFIG, ADAPTER) if name in names}
+        configs = {name: json_in(place, name) for name in (CONFIG, ADAPTER) if name in names}
         library = _library(configs, tree)
         if configs and (library or like is None):
             break
@@ -134,11 +133,9 @@ def configuration(model: Checkpoint, like: str | os.PathLike[str] | None = None)
     tree = model.tree if isinstance(model.tree, dict) else {}
     if isinstance(ranks := tree.get("ranks"), dict):  # what each of them saved beside its weights
         tree = next((share for share in ranks.values() if isinstance(share, dict)), tree)
-    arguments = tree.get("model_args", tree.get("args"))
-    arguments = arguments.attributes if isinstance(arguments, Object) else arguments
-    if isinstance(arguments, dict) and arguments:
+    if arguments := fields(tree.get("model_args", tree.get("args"))):
         return arguments
-    return next(filter(None, (_json(os.fspath(like), name) for name in (CONFIG, PARAMS))), {}) if like else {}
+    return next(filter(None, (json_in(os.fspath(like), name) for name in (CONFIG, PARAMS))), {}) if like else {}
 
 
 def _config_folders(model: Checkpoint) -> Iterator[str]:
@@ -160,7 +157,7 @@ def _config_folders(model: Checkpoint) -> Iterator[str]:
 
 def config_beside(model: Checkpoint, *names: str) -> dict[str, Any] | None:
     """The first configuration of these names beside a checkpoint; None where there is none that can be read."""
-    configs = (_json(place, name) for place in _config_folders(model) for name in names if is_in(place, name))
+    configs = (json_in(place, name) for place in _config_folders(model) for name in names if is_in(place, name))
     return next(filter(None, configs), None)
 
 
@@ -191,12 +188,6 @@ def _library(configs: dict[str, dict[str, Any]], tree: dict[Any, Any]) -> str:
     if "architectures" in config or "model_type" in config:
         return TRANSFORMERS
     return TIMM if "architecture" in config else ""
-
-
-def _json(place: str, name: str) -> dict[str, Any]:
-    """A configuration; an empty one where it is not JSON, or very large."""
-    config = json_or_none(os.path.join(place, name), MAX_CONFIG)
-    return config if isinstance(config, dict) else {}
 
 
 def _companion(place: str, name: str) -> FileRange | str:

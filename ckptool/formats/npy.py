@@ -73,7 +73,7 @@ def read_array(data: Data, name: str, crc: int | None = None) -> Any:
     try:
         head = data.read(0, min(_FIRST, data.length))
         if len(head) < 10:
-            raise Truncated(f"a numpy array ends after {len(head)} bytes, inside its header", "It was cut off.")
+            raise Truncated(f"a numpy array ends after {len(head)} bytes, inside its header")
         major, minor = head[6], head[7]
         if head[:6] != MAGIC or (major, minor) not in ((1, 0), (2, 0), (3, 0)):
             what = f"version {major}.{minor} of numpy's file format" if head[:6] == MAGIC else "no numpy array"
@@ -83,7 +83,7 @@ def read_array(data: Data, name: str, crc: int | None = None) -> Any:
         if size > MAX_HEADER:
             raise LimitExceeded(f"a numpy header of {size:,} bytes", f"ckptool reads at most {MAX_HEADER:,}.")
         if begin + size > data.length:
-            raise Truncated(f"a numpy array ends inside its header, which has {size:,} bytes", "It was cut off.")
+            raise Truncated(f"a numpy array ends inside its header, which has {size:,} bytes")
         is_long, begin = begin + size > len(head), begin + size
         header = _header_of(data.read(0, begin)) if is_long else _usual_header(head[:begin])
         if header.type is None:
@@ -91,7 +91,7 @@ def read_array(data: Data, name: str, crc: int | None = None) -> Any:
         size = math.prod(header.shape) * header.type.itemsize
         if (available := data.length - begin) < size:
             what = f"an array of {size:,} bytes; the file has {available:,} of them"
-            raise Truncated(what, "It was cut off.", "Copy or download it again.")
+            raise Truncated(what, fix="Copy or download it again.")
         if available > size:
             what = f"{available - size:,} bytes after the end of the array"
             if data.read(begin + size, min(len(MAGIC), available - size)) != MAGIC:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, Note, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, TensorEntry
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.nodes import Global, Object
 from ckptool.checkpoint.numpy_arrays import code_of
 from ckptool.commands import FILE, OUT, OUT_NPZ, Slot, command
-from ckptool.errors import Ambiguous, Unsupported, counted, is_text, listed
+from ckptool.errors import Ambiguous, Unsupported, is_text, listed
 from ckptool.formats import marks
+from ckptool.formats.marks import noted
 from ckptool.formats.npy import read_array, spelled
 from ckptool.formats.zip import directory, writer
 from ckptool.formats.zip.directory import END, LOCAL
@@ -71,16 +72,11 @@ def of_archive(archive: directory.Archive) -> Checkpoint:
             pickled[key] = None  # its calls are not known; its checksum tells it from others
             tree[key] = Object(Global("numpy", "load"), (name, record.crc, record.size))
     notes = [*archive.notes]
-    if non_tensors := [
-        f"{name} ({summary(value)})"
-        for name, value in tree.items()
-        if not isinstance(value, TensorEntry) and name not in pickled
-    ]:
-        what = counted(len(non_tensors), "entry is not a tensor", "entries are not tensors")
-        notes.append(Note("other-arrays", f"{what}: {listed(non_tensors, 4)}"))
-    if pickled:
-        what = counted(len(pickled), "array of Python objects is a pickle", "arrays of Python objects are pickles")
-        notes.append(Note("other-arrays", f"{what}, not read: {listed([*pickled], 4)}"))
+    others = {name: value for name, value in tree.items() if not isinstance(value, TensorEntry) and name not in pickled}
+    shown = (f"{name} ({summary(value)})" for name, value in others.items())
+    notes += noted("other-arrays", shown, "entry is", "entries are", "no tensors")
+    words = "array of Python objects is", "arrays of Python objects are", "a pickle, not read"
+    notes += noted("other-arrays", pickled, *words)
     notes += marks.recovered_notes(metadata)
     return Checkpoint(tree, NAME, metadata, source.file, notes=tuple(notes), tensors_only=True)
 

@@ -20,6 +20,7 @@ from ckptool.checkpoint import (
     NO_FLAGS,
     Checkpoint,
     Computed,
+    FileRange,
     InlineBytes,
     Note,
     Storage,
@@ -27,12 +28,12 @@ from ckptool.checkpoint import (
     row_major_strides,
 )
 from ckptool.checkpoint.dtypes import DType, by_name, has_numbers
-from ckptool.checkpoint.files import Folder
+from ckptool.checkpoint.files import Folder, Source
 from ckptool.checkpoint.strided import row_major
-from ckptool.errors import Conflict, Corrupt, Unsupported, counted, listed
+from ckptool.errors import Corrupt, Unsupported, counted
 from ckptool.facts import dataclass, field, replace
-from ckptool.formats.boxes import Box, Piece, overlap
 from ckptool.formats.folder import another_run, mixed, refuse_renamed
+from ckptool.formats.marks import noted
 from ckptool.pickles.calls import UNKNOWN, uses
 
 DIFFERENT, NOT_COMPARED = "replicas-differ", "replicas-not-compared"  # of the notes
@@ -40,6 +41,75 @@ MAX_SPLIT = 8  # axes along which one tensor is divided
 # Names of tensors that are the same on all ranks, or divided; and of numbers that count the steps of a run.
 DIVIDED = frozenset(("weight", "bias", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"))
 STEPS = frozenset("step global_step global_steps iteration epoch last_epoch _step_count".split())
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""The offset of a block on every axis, and its sizes."""
+
+
+class Stored:
+    """A tensor of the type, shape and strides of one that was read in full, in other bytes of a file.
+
+    There may be hundreds of thousands, so its entry is made once, when it is asked for, and then takes the place of the
+    one that it is like. at: where its bytes begin.  crc: their checksum.
+    """
+
+    __slots__ = ("at", "crc", "file", "like")
+
+    def __init__(self, like: TensorEntry, file: Source, at: int, crc: int) -> None:
+        self.like, self.at, self.crc = like, at, crc
+        self.file: Source | None = file  # None once the entry was made
+
+    @property
+    def entry(self) -> TensorEntry:
+        if self.file is not None:
+            place = FileRange(self.file, self.at, self.like.storage.nbytes)
+            self.like, self.file = self.like.with_storage(Storage(place, self.like.location, self.crc)), None
+        return self.like
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A tensor that is a block of a larger one; `offsets`: where it begins in that, in elements.
+
+    owner: who saved it, for people (`rank 3`).  replicas: blocks of the same place by others, to be compared with it.
+    """
+
+    tensor: TensorEntry | Stored
+    offsets: tuple[int, ...]
+    owner: str = "a block"
+    replicas: tuple[Piece, ...] = ()
+
+    @property
+    def entry(self) -> TensorEntry:
+        return self.tensor if isinstance(self.tensor, TensorEntry) else self.tensor.entry
+
+    @property
+    def like(self) -> TensorEntry:
+        """A tensor of its type, shape and strides."""
+        return self.tensor if isinstance(self.tensor, TensorEntry) else self.tensor.like
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for pieces that are the same values at the same place."""
+        tensor = self.tensor.view if isinstance(self.tensor, TensorEntry) else id(self.tensor)
+        return self.offsets, tensor, len(self.replicas)
+
+    @property
+    def box(self) -> Box:
+        return self.offsets, self.like.shape
+
+    def part(self, box: Box) -> TensorEntry:
+        """The part of it that is in a box which lies within it."""
+        entry = self.entry
+        steps = zip(box[0], self.offsets, entry.stride, strict=True)
+        return replace(entry, shape=box[1], offset=entry.offset + sum((lo - at) * step for lo, at, step in steps))
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """The overlap of two boxes; None without one."""
+    edges = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(*one, *other, strict=True)]
+    if any(lo >= hi for lo, hi in edges):
+        return None
+    return tuple(lo for lo, _ in edges), tuple(hi - lo for lo, hi in edges)
 
 
 class Vector:
@@ -164,19 +234,18 @@ class Joiner:
         """The first rank's value of a tensor that each saved whole; noted where the others' differ, as buffers may."""
         first, *others = pieces
         _keep_replicas(first, others)
-        for other in others:
-            same = agree(first.entry, other.entry, read=True)
-            if same is False:
-                self.differs(name, f"{first.owner}'s value is used; {other.owner}'s differs")
-                break
-            if same is None:
-                self.not_compared[name] = None
+        self.compare(name, first.owner, ((piece.owner, agree(first.entry, piece.entry, read=True)) for piece in others))
         return first.entry
 
-    def differs(self, name: str, what: str) -> None:
-        """Records that ranks saved something whole, and not the same."""
-        self.different[name] = what
-        self.unequal.add(name)
+    def compare(self, name: str, owner: str, others: Iterable[tuple[str, bool | None]]) -> None:
+        """Records whether what ranks saved whole is the same as that of `owner`, which is used; None: nobody knows."""
+        for other, same in others:
+            if same is False:
+                self.different[name] = f"{owner}'s value is used; {other}'s differs"
+                self.unequal.add(name)
+                return
+            if same is None:
+                self.not_compared[name] = None
 
     def refuse_other_runs(self) -> None:
         """Raises `Conflict` where what differs on ranks that saved it whole is a step, or looks like a weight."""
@@ -190,14 +259,10 @@ class Joiner:
 
     def notes_of_replicas(self) -> Iterator[Note]:
         """Notes on what differs between ranks and should not, and on what could not be compared."""
-        if self.different:
-            shown = listed([f"{name} ({what})" for name, what in self.different.items()], 3)
-            what = counted(len(self.different), "tensor differs", "tensors differ")
-            yield Note(DIFFERENT, f"{what} between ranks that should agree: {shown}")
-        if self.not_compared:
-            shown, count = listed([*self.not_compared], 3), len(self.not_compared)
-            what = counted(count, "value that several ranks saved was", "values that several ranks saved were")
-            yield Note(NOT_COMPARED, f"{what} not compared, as they have no checksums: {shown}")
+        different = (f"{name} ({what})" for name, what in self.different.items())
+        yield from noted(DIFFERENT, different, "tensor differs", "tensors differ", "between ranks that should agree")
+        words = "value that several ranks saved was", "values that several ranks saved were"
+        yield from noted(NOT_COMPARED, self.not_compared, *words, "not compared, as they have no checksums")
 
     def _corrupt(self, name: str, shape: tuple[int, ...], what: str) -> Corrupt:
         return Corrupt(
@@ -365,11 +430,8 @@ class _Assembly:
                 for other in piece.replicas:  # which have to have the same
                     theirs = row_major(other.part(common))
                     if not _values_agree(values, piece.entry.dtype, theirs.read(0, theirs.length), other.entry.dtype):
-                        what = f"{self.where}: {self.name}: {piece.owner} and {other.owner} saved different values "
-                        what += f"for the elements from {list(common[0])}"
-                        why = "Both have the same part of it, so one of the files is damaged or from another "
-                        fix = "Copy all files of the folder again, or take another checkpoint."
-                        raise Conflict(what, f"{why}checkpoint.", fix)
+                        what = f"{piece.owner} and {other.owner} saved different values for the same elements"
+                        raise another_run(self.where, f"{self.name}: {what}, from {list(common[0])}")
                 place = tuple(slice(lo - b, lo - b + n) for lo, n, b in zip(*common, begin, strict=True))
                 out[place] = numpy.frombuffer(values, out.dtype).reshape(common[1])
             outputs.append(out.tobytes())

@@ -1,4 +1,8 @@
-"""Which pieces of the tensors that several ranks hold together (DTensor, ShardedTensor) a rank's file has.
+"""What ranks saved with `torch.save`: which pieces of the tensors that they hold together (DTensor, ShardedTensor) each
+file has; and their trees joined, walked side by side.
+
+DTensors and ShardedTensors are assembled from the ranks' shards. Plain tensors are replicas, which have to agree; any
+other value is the first rank's.
 
 Source: torch/distributed/tensor (placement_types.py, _dtensor_spec.py, _utils.py), torch/distributed/device_mesh.py,
 torch/distributed/_mesh_layout.py, torch/distributed/_shard (sharded_tensor, metadata.py), torch 2.0 to 2.13. A DTensor
@@ -9,108 +13,30 @@ tensor follows from the rank's coordinate. A ShardedTensor lists the places of a
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from itertools import accumulate, product
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain, product
 from math import prod
 from typing import Any
 
-from ckptool.checkpoint import Composite, Flags, TensorEntry, row_major_strides
+from ckptool.checkpoint import Composite, Flags, Note, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import DType
-from ckptool.checkpoint.nodes import Global, Object, brief, fields, inside, items
-from ckptool.errors import Conflict, LimitExceeded, Unsupported, counted
+from ckptool.checkpoint.graph import alike, visit
+from ckptool.checkpoint.nodes import Global, brief, fields, inside, items, same_kind
+from ckptool.checkpoint.tree import Path, address
+from ckptool.errors import LimitExceeded, Unsupported, counted, form, listed
 from ckptool.facts import dataclass, field, replace
-from ckptool.formats.boxes import MAX_DIMENSIONS, Box, Piece, sizes_of
+from ckptool.formats.distributed import Distributed, Order, distributed, rank_table, size_of, sizes_of
 from ckptool.formats.folder import another_run, damaged
+from ckptool.formats.marks import noted
+from ckptool.formats.pieces import DIVIDED, STEPS, Box, Joiner, Piece
 
 MAX_MESH = 1 << 20  # ranks
 MAX_RUNS = 1_024  # of a rank's part of a tensor along one dimension; 4 times as many in all
 
 Axis = tuple[int, int] | None
 """A placement on one axis of a mesh: the dimension that is divided and its split factor; None for replicas."""
-Order = dict[Any, tuple[int, ...]]
-"""By dimension the axes of a mesh that divide it, in the order in which they do."""
 Run = tuple[int, int]  # the first index of the whole, and a length
 _Strides = tuple[tuple[int, ...], tuple[int, ...]]  # the sizes that an axis was flattened from, and their strides
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Distributed:
-    """A tensor of torch.distributed as one rank saved it, with what it says of its division; nothing is checked.
-
-    tensor: with the shape of the whole.  local: the tensors that are here, of a ShardedTensor each with its place.
-    rank, world: its rank and the number of ranks.  flags: those of the parameter, where it is one.  is_whole: this rank
-    alone has all values.
-    mesh, placements, order: of a DTensor, the placements as kinds, dimensions and split factors.
-    facts: of a ShardedTensor, its metadata.
-    """
-
-    tensor: Composite
-    is_dtensor: bool
-    flags: Flags
-    local: list[tuple[Any, Any]]
-    rank: Any
-    world: Any
-    is_whole: bool
-    mesh: Any = None
-    placements: list[tuple[str, Any, Any]] = field(default_factory=list)
-    order: Order = field(default_factory=dict)
-    facts: dict[Any, Any] = field(default_factory=dict)
-
-
-def distributed(value: Any) -> Distributed | None:
-    """The DTensor or ShardedTensor that a value is, or is a Parameter of; None for anything else."""
-    if type(value) is not Composite:
-        return None
-    flags = Flags()
-    for _ in range(4):  # a Parameter of it
-        args = value.made.args
-        if type(args) is not tuple or not args or not isinstance(args[0], Composite):
-            break
-        flags = Flags(len(args) > 1 and args[1] is True, True)
-        value = args[0]
-    args = value.made.args
-    if type(args) is not tuple or len(args) < 4 or type(args[1]) is not Global:
-        return None
-    if not args[1].module.startswith("torch.distributed") or args[1].name not in ("DTensor", "ShardedTensor"):
-        return None
-    wrapper = args[2] if type(args[2]) is tuple and len(args[2]) > 7 else (None,) * 8  # the last: requires_grad
-    state, attributes = args[3], dict[Any, Any]()
-    for part in state if isinstance(state, tuple) else (state,):  # the instance dictionary, and the slots
-        if isinstance(part, dict):
-            attributes |= part
-    flags = Flags(flags.requires_grad or wrapper[7] is True, flags.parameter or attributes.get("_is_param") is True)
-    if args[1].name == "ShardedTensor":
-        shards, facts, group = (*items(state), None, None, None)[:3] if len(items(state)) > 1 else ((), None, None)
-        local = [(inside(shard, "tensor"), inside(shard, "metadata")) for shard in items(shards)]
-        local_numel = sum(tensor.numel for tensor, _ in local if isinstance(tensor, TensorEntry))
-        is_whole = value.shape is not None and local_numel >= prod(value.shape)
-        ranks = inside(group, "global_rank"), inside(group, "global_world_size")
-        return Distributed(value, False, flags, local, *ranks, is_whole, facts=fields(facts))
-    spec, tensor = fields(attributes.get("_spec")), attributes.get("_local_tensor")
-    if max(len(items(spec.get(name))) for name in ("placements", "shard_order")) > MAX_DIMENSIONS:
-        return None
-    placements = []
-    for node in items(spec.get("placements")):
-        dim, values = inside(node, "dim"), node.args if isinstance(node, Object) else ()
-        kind = node.name.rpartition(".")[2].lstrip("_") if isinstance(node, Object) else ""
-        placements.append((kind, values[0] if dim is None and values else dim, fields(node).get("split_factor", 1)))
-    pairs = (items(node.args if isinstance(node, Object) else node) for node in items(spec.get("shard_order")))
-    order = {pair[0]: sizes_of(pair[1]) or () for pair in pairs if len(pair) == 2 and type(pair[0]) is int}
-    is_full = isinstance(tensor, (TensorEntry, Composite)) and tensor.shape == value.shape
-    is_whole = bool(spec) and is_full and not any(kind.endswith("Partial") for kind, *_ in placements)
-    mesh = fields(spec.get("mesh"))
-    ranks = mesh.get("_rank"), _size_of(_rank_table(mesh))
-    return Distributed(value, True, flags, [(tensor, None)], *ranks, is_whole, spec.get("mesh"), placements, order)
-
-
-def _rank_table(mesh: dict[Any, Any]) -> Any:
-    """The table of the ranks of a mesh; its name differs between versions of torch."""
-    tables = (mesh.get(name) for name in ("mesh", "_rank_map", "_flatten_rank_map"))
-    return next((table for table in tables if isinstance(table, (TensorEntry, tuple, list))), ())
-
-
-def _size_of(table: Any) -> int:
-    return table.numel if isinstance(table, TensorEntry) else len(table)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,18 +180,15 @@ class RankFile:
         return f"rank {self.rank}"
 
     def _read_mesh(self, name: str, facts: dict[Any, Any]) -> Mesh:
-        grid, table = facts.get("mesh"), _rank_table(facts)
-        if _size_of(table) > MAX_MESH:
-            what = f"{self.path}: the mesh of {name} has more than {MAX_MESH:,} ranks"
-            raise LimitExceeded(what, "ckptool supports no larger ones.")
+        grid, table = facts.get("mesh"), rank_table(facts)
+        if size_of(table) > MAX_MESH:
+            raise LimitExceeded(f"{self.path}: the mesh of {name} has more than {MAX_MESH:,} ranks")
         ranks = tuple(table.numpy().reshape(-1).tolist() if isinstance(table, TensorEntry) else items(table))
         if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
             raise damaged(self.path, f"{name} has a mesh without a table of ranks")
         if max(ranks) >= self.world:
             files = counted(self.world, "rank")
-            what = f"{self.path}: {name} is on a mesh with a rank {max(ranks):,}; there are files of {files}"
-            why = "Files of ranks are missing, or this one is from another run."
-            raise Conflict(what, why, "Copy the files of all ranks from one run.")
+            raise another_run(self.path, f"{name} is on a mesh with a rank {max(ranks):,}; there are files of {files}")
         if self.rank not in ranks or facts.get("_rank", self.rank) != self.rank:
             raise another_run(self.path, f"{name} was saved by rank {brief(facts.get('_rank'))} of its mesh")
         axes = row_major_axes(grid.shape) if isinstance(grid, TensorEntry) else _layout_axes(facts.get("_layout"))
@@ -392,3 +315,175 @@ def _share_of_runs(runs: list[Run], split: int, count: int, index: int) -> list[
             else:
                 share.append((first + start - at, stop - start))
     return share
+
+
+# The ranks' trees ----------------------------------------------------------------------------------------------------
+
+Described = Callable[[RankFile, Path, TensorEntry], RankShare | None]
+DIFFERENT, NOT_JOINED = "ranks-differ", "not-joined"  # of the notes
+UNLIKE = "value differs", "values differ", "between ranks, and the first rank's is used"
+MAX_DEPTH = 200
+_HOLDERS = (dict, list, tuple, TensorEntry, Composite)
+
+
+def joined_trees(
+    joiner: Joiner,
+    name: str,
+    files: Sequence[RankFile],
+    trees: Sequence[Any],
+    described: Described | None = None,
+    *,
+    apart: bool = False,
+) -> Any:
+    """The tree joined from those that ranks saved as `name`, each in its file; what differs is noted.
+
+    described: gives the blocks that a plain tensor is, where a table says how it is divided.  apart: where the trees
+    differ (random states, tensors of which nothing says whether they are divided), and no tensor in them is divided,
+    each rank's stays as it is, by its rank; else different tensors are `Unsupported`. Raises `Conflict` for ranks of
+    different steps or runs, and what `Joiner.tensor` raises.
+    """
+    walk, different = _SideBySide(joiner, described), dict(joiner.different)
+    tree = walk.join((name,), files, trees)
+    if not walk.counts_steps and len(files) > 1:
+        joiner.untied += [file.where for file in files]
+    for path, (entry, _) in walk.differing.items():
+        if str(path[-1]).rpartition(".")[2] in STEPS and entry.numel == 1:
+            raise another_run(joiner.where, f"{address(path)} is one step on some ranks and another on others")
+    if apart and not walk.distributed and (places := [*map(address, walk.differing), *walk.unequal]):
+        joiner.different = different
+        what = f"{listed(places, 2)} {form(len(places), 'is', 'are')} not the same on all ranks"
+        joiner.notes.append(Note(NOT_JOINED, f"{name} is not joined: {what}, so it holds what each rank saved"))
+        return {f"rank {file.rank}": tree for file, tree in zip(files, trees, strict=True)}
+    differing = [] if walk.distributed else list(walk.differing.values())  # they may be parts of larger ones
+    unjoinable = [what for entry, what in differing if entry.dtype.kind != "uint" and what[-1:] == ")"]  # shapes differ
+    unjoinable = unjoinable or [what for entry, what in differing if entry.dtype.kind in ("float", "complex")]
+    if unjoinable:
+        raise Unsupported(
+            f"{joiner.where}: the ranks saved different plain tensors as {name}: {listed(unjoinable, 3)}",
+            "No file says whether or how they are sharded: one rank's would not be the model.",
+            "Save a full state dict: "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict(…, full_state_dict=True)",
+        )
+    for path, (entry, what) in walk.differing.items():  # which should be the same on all ranks
+        if str(path[-1]).rpartition(".")[2] in DIVIDED or entry.flags.requires_grad or what.endswith(")"):
+            what += " differs between ranks, is not sharded, and looks like a weight"
+            raise another_run(joiner.where, what)
+    unlike = (f"{place} (unlike {listed(files, 2)})" for place, files in walk.unequal.items())
+    joiner.notes += noted(DIFFERENT, unlike, *UNLIKE)
+    return tree
+
+
+class _SideBySide:
+    """The state of walking the trees of one set of files.
+
+    distributed: how many tensors the ranks hold together.  differing: plain tensors that differ between ranks.
+    unequal: addresses of other values that differ, and the files whose value is not that of the first.
+    counts_steps: a number of steps was compared.
+    """
+
+    def __init__(self, joiner: Joiner, described: Described | None) -> None:
+        self.joiner, self.where, self.described = joiner, joiner.where, described
+        self.distributed, self.counts_steps = 0, False
+        self.differing: dict[Path, tuple[TensorEntry, str]] = {}
+        self.unequal: dict[str, list[str]] = {}
+        self._joined: dict[tuple[int, ...], Any] = {}
+
+    def join(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
+        """The joined value at `path`, from those that these files have there."""
+        if len(path) > MAX_DEPTH:
+            raise LimitExceeded(f"{self.where}: values nested more than {MAX_DEPTH} deep", "No real checkpoint is.")
+        self.counts_steps |= path[-1] in STEPS
+        if any(isinstance(value, (TensorEntry, Composite)) for value in values):
+            return self._join_tensor(path, files, values)
+        kind = next((k for k in (dict, list, tuple) if all(isinstance(value, k) for value in values)), None)
+        uneven = kind is not dict and kind and len({len(value) for value in values}) > 1
+        if kind is None or uneven or (kind is not dict and not any(isinstance(i, _HOLDERS) for v in values for i in v)):
+            return self._compared(path, files, values)
+        key = tuple(map(id, values))
+        if key not in self._joined:
+            if kind is dict:
+                joined = {}
+                for name in dict.fromkeys(chain(*values)):
+                    present = [(file, value[name]) for file, value in zip(files, values, strict=True) if name in value]
+                    if absent := [file.where for file, value in zip(files, values, strict=True) if name not in value]:
+                        self.unequal.setdefault(address((*path, name)), absent)
+                    joined[name] = self.join((*path, name), *zip(*present, strict=True))
+                self._joined[key] = same_kind(values[0], joined)
+            else:
+                rows = enumerate(zip(*values, strict=True))
+                self._joined[key] = kind(self.join((*path, i), files, items) for i, items in rows)
+        return self._joined[key]
+
+    def _join_tensor(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
+        name = address(path)
+        tensors = [tensor for tensor in map(distributed, values) if tensor is not None]
+        if tensors and len(tensors) < len(values):
+            what = f"{name} is sharded in some of the ranks' files and whole in others"
+            raise another_run(self.where, what)
+        if tensors:
+            return self._from_shares(name, [f.share(name, tensor) for f, tensor in zip(files, tensors, strict=True)])
+        entries = [value for value in values if type(value) is TensorEntry]
+        if len(entries) < len(values):
+            return self._compared(path, files, values)
+        if self.described is not None:
+            shares = [self.described(file, path, entry) for file, entry in zip(files, entries, strict=True)]
+            if None not in shares:
+                return self._from_shares(name, [share for share in shares if share is not None])
+        first = entries[0]
+        if other := next((e for e in entries if (e.shape, e.dtype) != (first.shape, first.dtype)), None):
+            shapes = f"{first.dtype}{list(first.shape)} and {other.dtype}{list(other.shape)}"
+            self.differing[path] = first, f"{name} ({shapes})"
+            return first
+        copies = [Piece(entry, (0,) * len(entry.shape), f.owner) for f, entry in zip(files, entries, strict=True)]
+        tensor = self.joiner.replicated(name, copies)
+        if name in self.joiner.different:
+            self.differing[path] = first, name
+        return tensor
+
+    def _from_shares(self, name: str, shares: Sequence[RankShare]) -> TensorEntry:
+        """The tensor that these shares of the ranks make up."""
+        self.distributed += 1
+        first = shares[0]
+        for share in shares:
+            sources = f"{first.file.where} and {share.file.where}"
+            if (share.shape, share.dtype) != (first.shape, first.dtype):
+                one, other = f"{first.dtype}{list(first.shape)}", f"{share.dtype}{list(share.shape)}"
+                raise another_run(self.where, f"{name} is {one} and {other}, by {sources}")
+            if share.agreed != first.agreed:
+                raise another_run(self.where, f"{name} is sharded in two ways, by {sources}")
+        tables = dict.fromkeys(share.table for share in shares)
+        if sum(map(len, tables)) > len({rank for table in tables for rank in table}):
+            raise another_run(self.where, f"{name} is sharded over overlapping meshes")
+        fits = (reading for reading in zip(*(share.readings for share in shares), strict=True) if None not in reading)
+        if (blocks := next(fits, None)) is None:  # the reading that fits all of them
+            misfit = next(share for share in shares if None in share.readings)
+            what = f"{name} has a different shape here than its rank's part of {list(misfit.shape)} would have"
+            raise another_run(misfit.file.path, what)
+        tensor = self.joiner.tensor(name, first.shape, first.dtype, chain(*filter(None, blocks)))
+        flags = first.flags
+        return tensor.with_flags(tensor.flags._replace(requires_grad=flags.requires_grad, parameter=flags.parameter))
+
+    def _compared(self, path: Path, files: Sequence[RankFile], values: Sequence[Any]) -> Any:
+        """The first rank's value; notes which have another. Raises `Conflict` where that is a part of a tensor, or a
+        step."""
+        name, first = address(path), values[0]
+        where = [
+            file.where for file, value in zip(files, values, strict=True) if not alike(first, value, equal=same_leaf)
+        ]
+        if where:
+            if any(distributed(node) for value in values for node in visit(value)):
+                what = "holds sharded tensors, but not of one kind on all ranks"
+                raise another_run(self.where, f"{name} {what}")
+            if path and path[-1] in STEPS and all(type(value) in (int, float) for value in values):
+                what = f"{name} is {first!r} by {files[0].where}, and another step by {where[0]}"
+                raise another_run(self.where, what)
+            self.unequal.setdefault(name, where)
+        return first
+
+
+def same_leaf(one: Any, other: Any) -> bool:
+    """True for values without parts, or tensors, that are written alike."""
+    if isinstance(one, TensorEntry):
+        ours, theirs = ((e.dtype.name, e.shape, e.stride, e.storage.crc, e.storage.nbytes) for e in (one, other))
+        return ours == theirs
+    return not isinstance(one, Global) and bool(one == other or (one != one and other != other))

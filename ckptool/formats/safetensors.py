@@ -31,20 +31,10 @@ from ckptool.checkpoint.blocks import Checksummed, Crc, Plan, Segment
 from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.commands import DIR, FILE, OUT, OUT_PT, OUT_SAFETENSORS, Slot, arg, command, input_of
-from ckptool.errors import (
-    Ambiguous,
-    BadTensor,
-    CkptoolError,
-    Corrupt,
-    LimitExceeded,
-    Truncated,
-    Unsupported,
-    counted,
-    is_text,
-    listed,
-)
+from ckptool.errors import Ambiguous, BadTensor, Corrupt, LimitExceeded, Truncated, Unsupported, is_text, listed
 from ckptool.formats import marks
 from ckptool.formats.checksums import checksummed
+from ckptool.formats.marks import noted
 from ckptool.formats.strict_json import Pairs, members
 
 NAME = "safetensors"
@@ -107,10 +97,8 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
         tree, is_whole = old_records.unpack(source.file, tree | tied, record), True
     else:
         tree |= tied
-    if ties and not is_whole:
-        names = listed(list(ties), 3)
-        message = f"{counted(len(ties), 'name shares', 'names share')} the tensor of another: {names}"
-        notes.append(Note("ties-recorded", message))
+    if not is_whole:
+        notes += noted("ties-recorded", ties, "name shares", "names share", "the tensor of another")
     notes += marks.recovered_notes(metadata)
     return Checkpoint(tree, NAME, metadata, source.file, None, tuple(notes), discarded, tensors_only=not is_whole)
 
@@ -138,7 +126,7 @@ class _Header:
         seen_metadata = False
         for name, fields in members(source.read(8, size), f"{source}: its header", METADATA, self._take):
             if name in self.entries or (name == METADATA and seen_metadata):
-                raise Ambiguous(f"{source}: its header names {name} twice", "Readers disagree about which one counts.")
+                raise Ambiguous(f"{source}: its header names {name} twice")
             if name == METADATA:
                 self.metadata, seen_metadata = fields, True
             else:
@@ -156,7 +144,7 @@ class _Header:
             count = sum(end <= available for _, end in self.ranges)
             raise Truncated(
                 f"{source} ends {at - available:,} bytes short of the data that its header describes",
-                f"The file was cut off. Whole: {count:,} of its {counted(len(self.ranges), 'tensor')}. "
+                f"The file was cut off. Tensors that are whole: {count:,} of {len(self.ranges):,}. "
                 "Copy or download it again if you can.",
                 f"Save what is whole: {command('recover', source.file.path, out=OUT)}",
             )
@@ -196,8 +184,7 @@ class _Header:
         if dtype.name == "f4_e2m1fn_x2":
             # The shape of packed 4-bit values as torch has it, two to an element; the file counts them singly.
             if type(shape) is not list or not shape or type(shape[-1]) is not int or shape[-1] % 2:
-                what = f"{source}: {name} of 4-bit values has the shape {str(shape)[:200]}"
-                raise BadTensor(f"{what}, which are not whole bytes")
+                raise BadTensor(f"{source}: {name} of 4-bit values has no whole bytes by its shape {str(shape)[:200]}")
             shape = [*shape[:-1], shape[-1] // 2]
         if type(shape) is not list or type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
             raise _bad_fields(source, name, fields)
@@ -215,7 +202,7 @@ class _Header:
         return TensorEntry(storage, dtype, tuple(shape), stride)
 
 
-def _bad_fields(source: Readable, name: str, fields: Any) -> CkptoolError:
+def _bad_fields(source: Readable, name: str, fields: Any) -> Corrupt | Unsupported:
     kind = fields.get("dtype") if isinstance(fields, dict) else None
     if isinstance(kind, str) and kind not in BY_SAFETENSORS:
         what = f"{source}: {name} has the unknown dtype {kind[:40]}"

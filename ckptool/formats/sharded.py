@@ -16,13 +16,12 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Composite, InlineBytes, Note, Storage, TensorEntry
 from ckptool.checkpoint.blocks import Plan, Segment
-from ckptool.checkpoint.files import Folder, Input, Source, json_or_none
+from ckptool.checkpoint.files import Folder, Input, Source
 from ckptool.checkpoint.nodes import OrderedDict, fields
 from ckptool.checkpoint.tree import storages
 from ckptool.commands import arg, command
 from ckptool.errors import (
     Ambiguous,
-    Conflict,
     Corrupt,
     LimitExceeded,
     NotACheckpoint,
@@ -30,13 +29,13 @@ from ckptool.errors import (
     Unsupported,
     UsageError,
     counted,
-    form,
     listed,
 )
 from ckptool.facts import dataclass, field, replace
 from ckptool.formats import HEAD, marks, read_alone, safetensors, whole_tree
-from ckptool.formats.folder import CONSOLIDATED, INDEX, NUMBERED, plain_name
+from ckptool.formats.folder import CONSOLIDATED, INDEX, MAX_TABLE, NUMBERED, another_run, json_in, lacks, plain_name
 from ckptool.formats.layouts import hf_pieces
+from ckptool.formats.marks import noted
 from ckptool.formats.strict_json import parse_object
 
 NAME = "sharded"
@@ -46,8 +45,6 @@ SINGLE = re.compile(
     r"(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_weights|consolidated)"
     r"(?P<variant>\.[A-Za-z0-9_]+)?\.(?:safetensors|bin)|consolidated\.00\.pth"
 )
-MAX_INDEX = 100_000_000
-_AGAIN = "Download or copy all of them again, index included."
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -96,7 +93,7 @@ def candidates(folder: Folder) -> list[str]:
 
 def _named_shards(folder: Folder, indexes: Iterable[str]) -> set[str]:
     """The files that these indexes name as shards, however they are called."""
-    tables = (fields(json_or_none(os.path.join(folder.path, name), MAX_INDEX)).get("weight_map") for name in indexes)
+    tables = (json_in(folder.path, name).get("weight_map") for name in indexes)
     return {file for table in tables for file in fields(table).values() if type(file) is str}
 
 
@@ -173,8 +170,7 @@ def _read_index(folder: Folder, index_name: str) -> Checkpoint:
     for place in (metadata, *(shard.metadata for shard in shards.values())):
         for dropped, kept in safetensors.ties_in(place, tree).items():
             if isinstance(tree[kept], TensorEntry) and ties.setdefault(dropped, kept) != kept:
-                what = f"{index}: {dropped} is recorded as a tie of both {kept} and {ties[dropped]}"
-                raise Conflict(what, "The shards come from two runs.")
+                raise another_run(index, f"{dropped} is recorded as a tie of both {kept} and {ties[dropped]}")
     for dropped, kept in ties.items():
         tree[dropped] = replace(tree[kept])
     notes = _notes(index, folder, metadata.get("total_size"), tree, shards)
@@ -185,9 +181,7 @@ def _read_index(folder: Folder, index_name: str) -> Checkpoint:
         if is_whole:
             what = f"{index} has the pickle of a whole tree"
             raise Unsupported(what, f"convert {arg(all=True)} writes one in a single file.")
-    if ties:
-        what = f"{counted(len(ties), 'name is', 'names are')} stored as ties of names in other shards"
-        notes.append(Note("ties-recorded", f"{what}: {listed(list(ties), 3)}"))
+    notes += noted("ties-recorded", ties, "name is", "names are", "stored as ties of names in other shards")
     if pieces := hf_pieces.below(folder):
         what = f"the pieces in {hf_pieces.BELOW}/ that torch made these files of are not read"
         notes.append(Note("pieces-not-read", what, command("diff", folder.path, pieces)))
@@ -210,15 +204,12 @@ def _shards(folder: Folder, index: str, weight_map: dict[str, str]) -> dict[str,
     for files that are missing or none of a checkpoint."""
     files = sorted(set(weight_map.values()))
     if missing := folder.missing(files):
-        lost = f"{len(missing):,} of its {counted(len(files), 'shard')} {form(len(missing), 'is', 'are')} missing"
-        why = "A sharded checkpoint is complete only with all of its shards."
-        raise Corrupt(f"{index}: {lost}: {listed(missing, 3)}", why, "Download or copy the missing files.")
+        raise lacks(index, f"{len(missing):,} of its {counted(len(files), 'shard')}", missing)
     counts = {file: int(match["count"]) for file in files if (match := NUMBERED.fullmatch(file))}
     if counts and set(counts.values()) != {len(counts)}:
         stated = " and ".join(f"of {number:,}" for number in sorted(set(counts.values())))
-        what = f"{index} names {counted(len(counts), 'shard')}, whose names say that they are {stated}"
-        why = "The files come from two runs, or the index belongs to others."
-        raise Conflict(f"{what}: {listed(list(counts), 3)}", why, _AGAIN)
+        what = f"it names {counted(len(counts), 'shard')}, whose names say that they are {stated}"
+        raise another_run(index, f"{what}: {listed(list(counts), 3)}")
     shards: dict[str, Checkpoint] = {}
     for file, source in zip(files, folder.each(files), strict=True):
         # An index is no shard: it may lead back to itself.
@@ -231,8 +222,7 @@ def _shards(folder: Folder, index: str, weight_map: dict[str, str]) -> dict[str,
         shards[file] = shard
     torchs = [file for file, shard in shards.items() if shard.container != safetensors.NAME]
     if 0 < len(torchs) < len(shards):
-        what = f"{index} names shards of safetensors and of torch, as {torchs[0]}"
-        raise Conflict(what, "Writers use one of the two; the files come from two runs.", _AGAIN)
+        raise another_run(index, f"it names shards of safetensors and of torch, as {torchs[0]}")
     trees = {file: shard.tree for file, shard in shards.items()}
     # Each name of the index is in its shard, and each tensor of a shard in the index; but names that are tied to others
     # of their shard may be missing there.
@@ -246,15 +236,14 @@ def _shards(folder: Folder, index: str, weight_map: dict[str, str]) -> dict[str,
                 mismatches.append(f"{name!s} is in {file}, where the index does not list it")
     if mismatches:
         count = counted(len(mismatches), "name differs", "names differ")
-        what = f"{index} and its shards do not belong together: {count} ({listed(mismatches, 3)})"
-        raise Conflict(what, "They come from two runs, or a shard was replaced.", _AGAIN)
+        raise another_run(index, f"it and its shards do not belong together: {count} ({listed(mismatches, 3)})")
     return shards
 
 
 def _parse_index(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
     """The `weight_map` of an index, and its metadata."""
-    if source.size > MAX_INDEX:
-        raise LimitExceeded(f"{source} has {source.size:,} bytes", f"An index of at most {MAX_INDEX:,} is read.")
+    if source.size > MAX_TABLE:
+        raise LimitExceeded(f"{source} has {source.size:,} bytes", f"An index of at most {MAX_TABLE:,} is read.")
     index = parse_object(source.read(0, source.size), f"{source}: the index")
     if "param_groups" in (*index, *fields(index.get("metadata"))):
         what = f"{source} is the index of an optimizer's state, as ColossalAI divides it"
@@ -285,9 +274,9 @@ def _notes(index: str, folder: Folder, total_size: Any, tree: Any, shards: dict[
     stems = {match["stem"] for file in shards if (match := NUMBERED.fullmatch(file))}
     stems.add(os.path.splitext(os.path.basename(index).removesuffix(".index.json"))[0])
     numbered = {name: match["stem"] for name in folder.names if (match := NUMBERED.fullmatch(name))}
-    if stale := [name for name, stem in numbered.items() if stem in stems and name not in shards]:
-        what = f"{counted(len(stale), 'file is', 'files are')} named like shards but not in the index"
-        notes.append(Note("stale-shards", f"{what}, perhaps from another run: {listed(stale, 3)}"))
+    stale = (name for name, stem in numbered.items() if stem in stems and name not in shards)
+    about = "named like shards but not in the index, perhaps from another run"
+    notes += noted("stale-shards", stale, "file is", "files are", about)
     entries = [value for value in tree.values() if isinstance(value, (TensorEntry, Composite))]
     sizes = {id(e.storage.data) if isinstance(e, TensorEntry) else id(e): e.nbytes for e in entries[::-1]}
     if total_size not in (None, sum(sizes.values()), sum(entry.nbytes for entry in entries)):

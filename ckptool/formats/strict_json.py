@@ -149,7 +149,7 @@ class _Cursor:
         texts: dict[str, str] = {}
         for name in self.names():
             if name in texts:
-                raise Ambiguous(f"{self.what} names {name} twice", "Readers disagree about which one counts.")
+                raise Ambiguous(f"{self.what} names {name} twice")
             texts[name] = self.string()
             if len(texts) > MAX_TEXTS:
                 raise LimitExceeded(f"{self.what} holds more than {MAX_TEXTS:,} strings")
@@ -177,7 +177,7 @@ def _decoder(what: str) -> json.JSONDecoder:
         by_name = dict(pairs)
         if len(by_name) != len(pairs):
             repeated = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            raise Ambiguous(f"{what} names {repeated} twice", "Readers disagree about which one counts.")
+            raise Ambiguous(f"{what} names {repeated} twice")
         return by_name
 
     return json.JSONDecoder(object_pairs_hook=unique, parse_constant=_no_constant, parse_int=_integer)

@@ -108,16 +108,14 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
             raise NotACheckpoint(what, f"It should be {MAGIC:#x}.")
         version = small_pickle(data, magic.end, name)
         if version.root != VERSION or type(version.root) is not int:
-            what = f"{name}: its version is {brief(version.root, 80)} instead of {VERSION}"
-            raise Corrupt(what, "No torch version writes any other.")
+            raise Corrupt(f"{name}: its version is {brief(version.root, 80)} instead of {VERSION}")
         info = small_pickle(data, version.end, name)
         little_endian, begin = machine_order(info.root, VERSION, name), info.end
         aside = [*magic.discarded, *version.discarded, *info.aside()]
     opcodes, tables = skeleton(data, begin, name=name), LegacyStorages()
     decoded = decode_lazily(opcodes, tables.load, builders_at(depth), name=name, file_bytes=data.length)
     if any(isinstance(node, StorageView) for node in visit((decoded.root, decoded.discarded))):
-        what = f"{name}: a storage view outside of a tensor"
-        raise Unsupported(what, "torch keeps such views only in tensors.")
+        raise Unsupported(f"{name}: a storage view outside of a tensor", "torch keeps such views only in tensors.")
     keys = small_pickle(data, opcodes.end, name)
     try:
         end = tables.place(data, keys.root, keys.end)
@@ -269,8 +267,7 @@ def load_from_bytes(content: bytes | LongValue, depth: int = 1) -> Any:
     if not begins_stream(data.read(0, min(512, data.length))):
         return NotImplemented
     if depth > MAX_NESTING:
-        what = f"streams nested in bytes more than {MAX_NESTING} deep"
-        raise LimitExceeded(what, "torch writes one; the file is probably malicious.")
+        raise LimitExceeded(f"streams nested in bytes more than {MAX_NESTING} deep")
     checkpoint, end = read_stream(data, name="bytes for torch.storage._load_from_bytes", depth=depth)
     if end != data.length:
         raise Corrupt(f"a stream in bytes has {data.length - end:,} bytes after its end", "Nothing reads them.")

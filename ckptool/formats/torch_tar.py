@@ -121,8 +121,7 @@ class _Member:
     def take(self, size: int, what: str) -> Data:
         """The next bytes."""
         if not 0 <= size <= self.rest:
-            why = "The file was cut off, or the number is wrong."
-            raise (Corrupt if size < 0 else Truncated)(f"{what} needs {size:,} bytes; {self.rest:,} are left", why)
+            raise (Corrupt if size < 0 else Truncated)(f"{what} needs {size:,} bytes; {self.rest:,} are left")
         self.at += size
         return subrange(self.data, self.at - size, size)
 
@@ -212,7 +211,6 @@ class _Tables:
 _BLOCK = 512
 MAX_ATTRIBUTES = 1 << 16  # bytes of one header of attributes, which hold a time or a name
 MAX_FILES = 64  # looked at, where the archive should have four
-_CUT = "The file was cut off, or bytes of it were lost."
 _KINDS = {"1": "a hard link", "2": "a symbolic link", "5": "a folder", "6": "a pipe", "S": "a sparse file"}
 
 
@@ -270,16 +268,14 @@ class Tar:
                 archive.members.clear()  # type: ignore[attr-defined]  # there may be millions
                 if not cut and not 0 <= header.size <= source.size - header.offset_data:
                     where = f"{header.size:,} bytes from byte {header.offset_data:,}"
-                    what = f"{source}: {header.name[:120]!r} has {where}; the file ends at {source.size:,}"
-                    raise Truncated(what, _CUT)
+                    raise Truncated(f"{source}: {header.name[:120]!r} has {where}; the file ends at {source.size:,}")
                 yield header
         except (TarError, ValueError, RecursionError) as error:
-            raise Truncated(f"{source}: {str(error)[:100]} in a header of the archive", _CUT) from None
+            raise Truncated(f"{source}: {str(error)[:100]} in a header of the archive") from None
         at = archive.offset
         tail = source.read(at, min(2 * _BLOCK, source.size - at)) if at < source.size else b""
         if len(tail) < 2 * _BLOCK or source.size % _BLOCK or tail.strip(b"\0"):
-            what = f"{source}: at byte {at:,} there is neither a valid header nor the end of the archive"
-            raise Truncated(what, _CUT)
+            raise Truncated(f"{source}: at byte {at:,} there is neither a valid header nor the end of the archive")
         at += 2 * _BLOCK
         padding = source.read(at, min(source.size - at, 20 * _BLOCK))
         self.end = at + len(padding) - len(padding.lstrip(b"\0"))

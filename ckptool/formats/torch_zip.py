@@ -27,7 +27,7 @@ from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import DESCRIPTOR, DESCRIPTOR64, FULL, ZIP64_VERSION, Archive, Record, guard
 from ckptool.pickles.calls import refuse_unknown
-from ckptool.pickles.decode import Decoded, decode, protocol_notes
+from ckptool.pickles.decode import Decoded, decode_all, protocol_notes
 from ckptool.pickles.torch_objects import Builder, storage_class
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ def of_archive(archive: Archive, find: Find | None = None) -> Checkpoint:
     alignment = small.get(".storage_alignment", str(ALIGNMENT))
     if not alignment.isascii() or not alignment.isdigit() or not 1 <= int(alignment[:9]) <= MAX_ALIGNMENT:
         raise Corrupt(f"{source}: its .storage_alignment record says {alignment[:40]!r}")
-    record_issues = (*archive.notes, *record_notes(archive, root, storages))
-    notes = (*record_issues, *decoded.notes, *protocol_notes(decoded))
+    notes = (*archive.notes, *record_notes(archive, root, storages), *decoded.notes, *protocol_notes(decoded))
     metadata, mark = dict(small), archive.records.get(root + marks.RECOVERED_RECORD)
     if mark is not None:
         metadata[marks.RECOVERED] = mark.contents(marks.MAX_RECORD).decode("utf-8", "replace")
@@ -110,14 +109,13 @@ def read_pickled(
     pickles = [record for name, record in records.items() if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) > 1:
         raise Ambiguous(f"{source} holds two checkpoints ({' and '.join(map(str, pickles))})")
-    for name in () if pickles else records:
-        if name.count("/") == 1 and name.lower().endswith("/data.pkl"):
-            raise Ambiguous(f"{source} has no data.pkl, but {name}", "torch reads it as one, other readers do not.")
-    root = pickles[0].name.removesuffix("data.pkl") if pickles else ""
     if not pickles:
         from ckptool.formats.unrecognized import other_zip
 
+        if other := [name for name in records if name.count("/") == 1 and name.lower().endswith("/data.pkl")]:
+            raise Ambiguous(f"{source} has no data.pkl, but {other[0]}", "torch reads it as one, other readers do not.")
         raise other_zip(source, records)
+    root = pickles[0].name.removesuffix("data.pkl")
     if outside := [name for name in records if not name.startswith(root)]:
         raise Ambiguous(f"{source} has records outside its folder {root}: {outside[0]}")
     # A checkpoint with the records of a program: `torch.load` sees one thing, `torch.jit.load` the other.
@@ -158,13 +156,10 @@ def inflated_limit(stored: int) -> int:
 def decoded_record(
     record: Record, persistent: Callable[[Any], Any], builders: Mapping[Global, Builder] = BUILDERS
 ) -> Decoded:
-    """The pickle in a record; persistent as for `decode`. Raises `Ambiguous` for bytes after its end, and as that."""
+    """The pickle in a record; persistent as for `decode`. Raises as `decode_all`."""
     source, name = record.headers.source, record.name.partition("/")[2]
     data = record.contents(inflated_limit(record.stored))
-    decoded = decode(data, persistent, builders, name=f"{source}: {name}", file_bytes=source.size)
-    if decoded.end != len(data):
-        raise Ambiguous(f"{source}: {name} has {len(data) - decoded.end:,} bytes after its end")
-    return decoded
+    return decode_all(data, persistent, builders, name=f"{source}: {name}", file_bytes=source.size)
 
 
 @dataclass(slots=True, eq=False, repr=False)

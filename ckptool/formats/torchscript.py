@@ -159,10 +159,9 @@ class Program:
             elif lowered.endswith(".pkl") and "/" not in lowered and lowered != "data.pkl":
                 self.pickles[lowered.removesuffix(".pkl")] = record
         size, stored = (sum(getattr(record, name) for record in self.files.values()) for name in ("size", "stored"))
-        if size > (limit := inflated_limit(stored)):
+        if size > inflated_limit(stored):
             files = f"{counted(len(self.files), 'file')} of code {form(len(self.files), 'is', 'are')}"
-            why = f"ckptool reads at most {limit:,} from so few bytes; the file is probably malicious."
-            raise LimitExceeded(f"{archive.source}: its {files} {size:,} bytes when unpacked", why)
+            raise LimitExceeded(f"{archive.source}: its {files} {size:,} bytes when unpacked")
 
     def beside(self) -> dict[str, Callable[[], Any]]:
         """The program and its constants, to be shown, by name."""

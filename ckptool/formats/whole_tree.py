@@ -26,7 +26,7 @@ from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Unsup
 from ckptool.formats import marks
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles.calls import is_quiet, uses
-from ckptool.pickles.decode import Decoded, decode
+from ckptool.pickles.decode import Decoded, decode_all
 from ckptool.pickles.encode import encode
 from ckptool.pickles.torch_objects import storage_class
 
@@ -89,11 +89,8 @@ class PickledStorages:
 
 
 def decoded(content: bytes, storages: PickledStorages, name: str) -> Decoded:
-    """What a pickle says. Raises `Corrupt` and whatever the machine refuses."""
-    pickle = decode(content, storages.load, BUILDERS, name=name, file_bytes=len(content))
-    if pickle.end != len(content):
-        raise Corrupt(f"{name} has {len(content) - pickle.end:,} bytes after its end", "Another may be hidden there.")
-    return pickle
+    """What a pickle says. Raises as `decode_all`."""
+    return decode_all(content, storages.load, BUILDERS, name=name, file_bytes=len(content))
 
 
 # In safetensors ------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from ckptool.checkpoint.nodes import Global, Object, canonical
 from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.commands import FILE, OUT, command
 from ckptool.errors import (
+    Ambiguous,
     CkptoolError,
     Conflict,
     Corrupt,
@@ -117,6 +118,17 @@ def decode(
     except UnicodeDecodeError:
         raise Corrupt(f"{name} holds a string that is not UTF-8", DAMAGED) from None
     return Decoded(root, objects.discarded(root), machine.protocol, reader.at, (*_notes(objects, machine.protocol),))
+
+
+def decode_all(
+    data: bytes, persistent: Callable[[Any], Any], builders: Mapping[Global, Builder], *, name: str, file_bytes: int
+) -> Decoded:
+    """The same for bytes that are one pickle and nothing else. Raises `Ambiguous` for more behind it."""
+    decoded = decode(data, persistent, builders, name=name, file_bytes=file_bytes)
+    if decoded.end != len(data):
+        what = f"{name} has {len(data) - decoded.end:,} bytes after its end"
+        raise Ambiguous(what, "A second pickle may be hidden there.")
+    return decoded
 
 
 def _notes(objects: ObjectMaker, protocol: int) -> Iterator[Note]:

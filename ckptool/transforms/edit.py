@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
 from ckptool.checkpoint.arrays import resolved
-from ckptool.checkpoint.nodes import Object, same_kind
+from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.paths import matcher
 from ckptool.checkpoint.tree import Path, address, children, find, map_storages, rebuild, tensors, walk, with_part
@@ -82,10 +82,7 @@ def with_value(tree: Any, place: str, value: Any) -> Any:
         why = "Set a value at an address in it."
         raise UsageError("the whole file cannot be set", why, f"For example: {arg(set={'epoch': 3})}")
     _, parent = find(tree, above)
-    if isinstance(parent, Object) and parent.items is not None:
-        parent = parent.items
-    if isinstance(parent, Object) and isinstance(parent.state, dict):
-        parent = parent.state
+    parent = next(iter(mappings(parent)), parent)
     if not isinstance(parent, (dict, list)):
         raise UsageError(f"{above or 'the top'} cannot have entries set", f"It is of type {type(parent).__name__}.")
     old: Any = None

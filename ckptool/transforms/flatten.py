@@ -94,7 +94,7 @@ def export(
             message = f"{container.name} cannot record ties; tied tensors copied for each name: {listed(tied, 3)}"
             notes.append(Note("ties-copied", message))
     if copy_ties:
-        plain = {key: entry.with_storage(entry.storage.alone()) for key, entry in plain.items()}
+        plain = {key: entry.alone() for key, entry in plain.items()}
     tree = OrderedDict(plain, {"_metadata": metadata}) if keep_metadata else plain
     flat = replace(checkpoint, tree=tree, tensors_only=True, extras={})
     return Exported(flat, tuple(behind), tuple(notes))

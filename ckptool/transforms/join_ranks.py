@@ -34,11 +34,10 @@ from ckptool.errors import (
     quoted,
 )
 from ckptool.formats import Opened, PathLike, changeable, open_file, split
-from ckptool.formats.boxes import Piece
 from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL, mixed
 from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
-from ckptool.formats.pieces import Joiner
+from ckptool.formats.pieces import Joiner, Piece
 from ckptool.names.pattern import Lookup
 from ckptool.names.rule_files import JOIN_LOOK
 from ckptool.names.rules import JOIN_WAYS, TAKEN_BEFORE, WHOLE_KEY, Rule, Translation, refuse_idle

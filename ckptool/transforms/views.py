@@ -12,8 +12,7 @@ from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.arrays import Numbers, TensorValues, computed_rows, elementwise, resolved, stretches
 from ckptool.checkpoint.dtypes import Array, numbers
 from ckptool.errors import Conflict, LimitExceeded, Unsupported, UsageError, counted
-from ckptool.formats.boxes import Piece
-from ckptool.formats.pieces import assembled
+from ckptool.formats.pieces import Piece, assembled
 
 MAX_WIDTH = 1 << 20  # elements in a row of a weight that is computed row by row: five rows, in f64, are 40 MB
 UNFIT = "The rule does not fit this tensor, or a variable is that of a different model. Nothing was written."

@@ -419,7 +419,7 @@ def filled(target: Target, chosen: dict[str, Assignment], states: Mapping[str, A
         # Separate tensors in the target are separate here, without the rest of the checkpoint's storage.
         for first, tensor in zip(names, tensors, strict=True):
             if len(tensors) > 1 or tensor.span() != (0, tensor.storage.nbytes):
-                results[first] = compact(tensor.with_storage(tensor.storage.alone()))
+                results[first] = compact(tensor.alone())
     items: dict[str, Any] = {}
     same: dict[tuple[str, int], Tensor] = {}  # what is one object in the target stays one
     for name in order:

@@ -15,7 +15,8 @@ from ckptool.conventions.adapter_keys import DIFFUSERS_CONFIG
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import Corrupt, Unsupported, UsageError, printable
 from ckptool.formats import SHARDED, CheckpointLike, PathLike, open_whole, safetensors
-from ckptool.formats.model_folder import ADAPTER, MAX_CONFIG, PEFT, STEMS, ModelFolder, config_beside
+from ckptool.formats.folder import MAX_TABLE
+from ckptool.formats.model_folder import ADAPTER, PEFT, STEMS, ModelFolder, config_beside
 from ckptool.formats.sharded import divided
 from ckptool.transforms.lora.adapters import Adapter, AdapterFile, read_adapter
 from ckptool.verbs._save import Change, Written
@@ -45,7 +46,7 @@ def open_adapter(path: CheckpointLike, config: AdapterConfig | None = None) -> t
             what = f"{type(config).__name__} is not an adapter's configuration"
             raise UsageError(what, "", "Give adapter_config.json, its contents, or a peft.LoraConfig.")
     elif config is not None:
-        fields = read_json(config, "a configuration", MAX_CONFIG)
+        fields = read_json(config, "a configuration", MAX_TABLE)
         if not isinstance(fields, dict):
             raise Corrupt(f"{os.fspath(config)} is not a JSON object", "A configuration has to be one.")
     return opened.checkpoint, read_adapter(root.node, printable(opened.name), fields, opened.checkpoint.metadata)

@@ -183,7 +183,7 @@ def _open_input(
         return open_joined(file, read_join_rules(os.fspath(rules_file)), at)
     if against is None or not isinstance(file, (str, os.PathLike)):
         return open_whole(file, at, part=part)
-    from ckptool.formats.layouts.flat_parameters import of_flat_parameters
+    from ckptool.formats.layouts.rank_files import of_flat_parameters
 
     path, place = split(file)
     target = find_target(against)

@@ -26,7 +26,7 @@ from ckptool.verbs._options import At, File
 
 LINES = 1_000
 ALIKE, FEWEST = 3, 8  # entries for a parameter, items of a list
-WIDEST = 10_000  # characters of one value below the one that is shown
+WIDEST, WIDE = 10_000, 1_000  # characters of one value below the one that is shown, and of one among very many
 _TENSOR = words.fields(words.TENSOR, words.TENSOR_ALSO)
 _SPAN = re.compile(r" *([0-9]{0,18}) *: *([0-9]{0,18}) *")
 
@@ -97,7 +97,7 @@ class Shown(Report):
 
 def _value_lines(value: Any, limit: int | None, sibling_limit: int | None = None) -> Iterator[str]:
     """A plain value, with everything below it; with a limit, that many lines, and of a text of many lines its size.
-    sibling_limit: how many siblings with tensors are shown, such as an optimizer's states of its parameters."""
+    sibling_limit: how many siblings with tensors are shown, such as an optimizer's states; for more than a screen."""
     value = plain(value)
     if isinstance(value, str):
         yield Verbatim(value)
@@ -137,7 +137,7 @@ def _value_lines(value: Any, limit: int | None, sibling_limit: int | None = None
         elif isinstance(node, str) and limit is not None and node.count("\n") > 3:
             yield f"{label}: a string of {counted(node.count(chr(10)), 'line')}"
         else:
-            yield f"{label}: {value_text(node, None if limit is None else WIDEST)}"
+            yield f"{label}: {value_text(node, None if limit is None else WIDEST if sibling_limit is None else WIDE)}"
 
 
 @verb(

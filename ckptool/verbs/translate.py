@@ -202,7 +202,8 @@ def _report_rows(outcome: TranslatedCheckpoint, dry_run: bool) -> Iterator[Row]:
         unmatched = {name: list(getattr(root, name)) for name in ("dropped", "kept", "filled", "unfilled")}
         roots.append({"root": place, "steps": steps, **unmatched})
     yield Row("roots", roots, lines)
-    yield Row.named("lists", list(map(printable, outcome.lists)), "lists of tensors, left in the old layout:")
+    if outcome.lists:
+        yield Row.named("lists", list(map(printable, outcome.lists)), "lists of tensors, left in the old layout:")
     yield Row("not_reversible", list(outcome.lost), [f"not reversible: {line}" for line in outcome.lost])
     moved = f"the same rules were applied to the moments of {counted(outcome.optimizers, 'optimizer')}"
     yield Row("optimizers", outcome.optimizers, [moved] if outcome.optimizers else [])

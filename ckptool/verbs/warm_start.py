@@ -109,9 +109,11 @@ def warm_start(
         if taken and model is not None:
             mark |= marks.recovered(model.metadata, before=mark)
         beside = model_folder(model, tree) if model is not None else None  # only sizes come from it
+        changed = Checkpoint(tree, formats.DEFAULT if model is None else model.container, mark, original.source)
+        changed = replace(changed, tensors_only=model is not None and model.tensors_only)
         saved = change.write(
             original if model is None else together(original, [model]),
-            Checkpoint(tree, formats.DEFAULT if model is None else model.container, mark, original.source),
+            changed,
             inputs=[model.source] if model is not None and model.source is not None else [],
             beside=beside if beside is not None and beside.files else None,
         )

@@ -18,8 +18,7 @@ from ckptool.analysis.verify import verified
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.files import Folder
-from ckptool.formats.boxes import Piece
-from ckptool.formats.pieces import Joiner
+from ckptool.formats.pieces import Joiner, Piece
 from tests.support.cli import Run
 from tests.support.dcp_folders import save_dcp
 from tests.support.engine_cases import ROOT

@@ -27,7 +27,8 @@ from ckptool.errors import (
     Unsupported,
     UsageError,
 )
-from ckptool.formats import read, sharded
+from ckptool.formats import read
+from ckptool.formats.folder import MAX_TABLE
 from ckptool.formats.sharded import size_in_bytes
 from tests.support.errors import three_parts
 from tests.support.files import contents, saved, written
@@ -147,8 +148,8 @@ def pointed(name: str) -> Callable[[dict[str, Any]], None]:
 OUTSIDE = "../model-00001-of-00003.safetensors|/etc/passwd|..|.||sub/m.bin|..\\m.safetensors|nul\0|C:m.safetensors"
 ELSEWHERE = [*((name, "outside its folder") for name in OUTSIDE.split("|")), (INDEX, "as a shard")]
 ELSEWHERE += [("other.safetensors.index.json", "as a shard")]
-ELSEWHERE += [("x\x1b.safetensors", r"missing: x\\x1b\.safetensors")]
-ELSEWHERE += [("missing.safetensors", "1 of its 4 shards is missing: missing.safetensors")]
+ELSEWHERE += [("x\x1b.safetensors", r"lacks 1 of its 4 shards: x\\x1b\.safetensors")]
+ELSEWHERE += [("missing.safetensors", "lacks 1 of its 4 shards: missing.safetensors")]
 
 
 @looped(("name", "words"), ELSEWHERE)
@@ -194,9 +195,18 @@ def test_an_index_of_another_form_is_refused(text: bytes, error: type[CkptoolErr
 def test_an_index_over_the_limit_is_refused(tmp_path: Path) -> None:
     path = written(b'{"weight_map": {', tmp_path / INDEX)
     with path.open("r+b") as file:
-        file.truncate(sharded.MAX_INDEX + 1)
+        file.truncate(MAX_TABLE + 1)
     with pytest.raises(LimitExceeded, match=r"100,000,001"):
         read(path)
+
+
+def test_a_shard_that_only_a_large_index_names_is_a_part(tmp_path: Path) -> None:
+    for name in "ab":
+        save_file({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    table = {"metadata": {"about": "x" * (17 << 20)}, "weight_map": {name: f"{name}.safetensors" for name in "ab"}}
+    (tmp_path / INDEX).write_text(json.dumps(table))
+    part = read(tmp_path / "a.safetensors").part
+    assert part is not None and part.label == "shard 1 of 2"
 
 
 def renamed(folder: Path, old: str, new: str) -> None:

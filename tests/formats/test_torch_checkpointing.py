@@ -89,6 +89,13 @@ def test_a_table_that_lies_is_refused(kind: str, tmp_path: Path) -> None:
     assert not Path("called").exists()
 
 
+def test_a_second_pickle_behind_the_table_is_ambiguous(tmp_path: Path) -> None:
+    folder = changed(tmp_path / "in", lambda table: None)
+    with (folder / "metadata.pkl").open("ab") as file:
+        file.write(pickle.dumps(Calls()))
+    refused("ambiguous", tmp_path, lambda: ckptool.open(folder))
+
+
 def test_a_file_that_ranks_share_is_read_once(tmp_path: Path) -> None:
     told = {"file_path": "shared.pt", "serialization_format": {"type": "TorchSerialization"}}
     item = {"rank_to_layout_info": dict.fromkeys(range(2), told)}
@@ -129,4 +136,4 @@ def test_files_of_ranks_by_any_name_are_joined_where_their_tensors_say_how(name:
         assert name.format(2) in str(refused("corrupt", tmp_path, lambda: ckptool.open(folder)))
     (folder / name.format(3)).unlink()
     (folder / name.format(1)).unlink()
-    assert "Files of ranks are missing" in str(refused("conflict", folder, lambda: ckptool.open(folder)))
+    assert "A file is missing" in str(refused("conflict", folder, lambda: ckptool.open(folder)))

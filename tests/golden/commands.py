@@ -201,7 +201,6 @@ def changes(facts: Facts) -> Iterator[Words]:
         convert {file} -f --part -o part.safetensors --json | convert {file} --keep-unknown --all -o unknown.pt --json
         convert shards -o unsharded.pt --json | convert allshards --all -o allback.pt --json
         convert all.npz -o npzback.pt --json | convert bf16.pt -o bf16.npz --json
-        bake {file} --form old -o old.pt --json | bake {file} --form new -o new.pt --json
         inspect shards --json | inspect allshards --json
         verify shards --json | verify c.npz --json --digest
         inspect plain.pt --json --stats

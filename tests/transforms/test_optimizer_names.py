@@ -29,6 +29,8 @@ OPTIMIZERS: dict[str, Any] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
     "adadelta": lambda p: torch.optim.Adadelta(p),
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
 }
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -223,6 +225,23 @@ def test_flattened_state_follows_its_weights_and_stays_flattened(prefix: str, ki
     assert state and not any(value.dtype is torch.bfloat16 for value in state.values())
     ckptool.slim(file, out, overwrite=True)
     assert not [key for key, _ in addresses(load(out)) if "param_groups" in key or ".exp_avg" in key]
+
+
+def test_flattened_state_under_any_name_is_no_set_of_weights(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {}
+    for name in ("g", "d"):
+        model, optimizer, _ = made(len(tree), "adam", False, 1, False)
+        flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+        tree |= {f"{name}_model": dict(model.state_dict()), f"{name}_opt": flat}
+    out = tmp_path / "out.pt"
+    done = ckptool.add_module(saved(tree, tmp_path / "a.pt"), out)
+    assert [row["root"] for row in done.facts["roots"]] == ["g_model", "d_model"]
+    after = load(out)
+    for name in ("g", "d"):
+        expected = {
+            key.replace("state.", "state.module.", 1) for key in tree[f"{name}_opt"] if key.startswith("state.")
+        }
+        assert {key for key in after[f"{name}_opt"] if key.startswith("state.")} == expected
 
 
 def ordered(tree: Any) -> Any:

@@ -289,6 +289,40 @@ def test_torch_trains_on_as_if_nothing_had_happened(seed: int, tmp_path: Path) -
         assert torch.equal(turn[chain](old[one].detach()), new[other].detach()), (kind, one, other, chain)
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("rule", ["a.{n} => b : stack 0 over n", "a.0, a.1, a.2 => b : cat 0"])
+def test_torch_trains_parts_on_as_the_whole_and_the_reverse(rule: str, kind: str, tmp_path: Path) -> None:
+    """What these optimizers do to an element does not depend on the others: three more steps give the same values."""
+
+    def optimizer_of(weights: dict[str, Tensor]) -> torch.optim.Optimizer:
+        return getattr(torch.optim, kind)(weights.items(), **OPTIMIZERS[kind])  # type: ignore[no-any-return]
+
+    def train(weights: dict[str, Tensor], optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            for weight in weights.values():
+                weight.grad = weight.detach().clone()
+            optimizer.step()
+
+    def whole(weights: dict[str, Tensor]) -> Tensor:
+        join = torch.stack if "stack" in rule else torch.cat
+        return join([weights[f"a.{n}"].detach() for n in range(3)])
+
+    parts = {f"a.{n}": torch.randn(2, 4).requires_grad_() for n in range(3)}
+    one = {"b": whole(parts).requires_grad_()}
+    for old, reverse in ((parts, False), (one, True)):
+        optimizer = optimizer_of(old)
+        train(old, optimizer, 2)
+        torch.save({"model": old, "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+        ckptool.translate(tmp_path / "in.pt", rule, tmp_path / "out.pt", reverse=reverse, overwrite=True)
+        after = torch.load(tmp_path / "out.pt")
+        new = {name: value.detach().clone().requires_grad_() for name, value in after["model"].items()}
+        continued = optimizer_of(new)
+        continued.load_state_dict(after["optimizer"])
+        train(old, optimizer, 3)
+        train(new, continued, 3)
+        assert torch.equal(old["b"], whole(new)) if reverse else torch.equal(whole(old), new["b"])
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_moments_of_names_that_no_weights_have_are_refused(named: bool, tmp_path: Path) -> None:
     """Of an optimizer that was made with the names inside of a submodule."""

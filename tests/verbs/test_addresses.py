@@ -260,11 +260,6 @@ def test_names_that_an_optimizer_outside_has_are_told(tmp_path: Path) -> None:
         file = saved({"net": {"module.w": torch.ones(2)}, "optimizer": optimizer}, tmp_path / "f.pt")
         done = ckptool.translate(f"{file}#net", "module.w => w : unsqueeze 0", tmp_path / "out.pt", overwrite=True)
         assert [note.code for note in done.notes] == ["old-names"]
-    optimizer = {"state": {}, "param_groups": [{"params": ["a.weight_g", "a.weight_v"]}]}
-    normed = {"a.weight_g": torch.ones(2, 1), "a.weight_v": torch.ones(2, 3)}
-    file = saved({"net": normed, "optimizer": optimizer}, tmp_path / "f.pt")
-    done = ckptool.bake(f"{file}#net", tmp_path / "out.pt", form="new", overwrite=True)
-    assert [note.code for note in done.notes] == ["old-names"]
 
 
 def test_every_verb_says_in_its_help_what_an_address_means(run: Any, monkeypatch: Any) -> None:

@@ -1,5 +1,6 @@
 """`bake`: what torch's own parametrized modules compute, as plain weights that the plain module loads."""
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.support.files import load, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore:.*spectral_norm:FutureWarning")
 
+CHANGELOG = Path(__file__).parents[2] / "CHANGELOG.md"
 
 MODULES = {
     "linear": lambda: nn.Linear(5, 7),
@@ -62,47 +64,36 @@ def test_spectral_norm_is_left_alone(tmp_path: Path, new: bool) -> None:
     assert len(vectors) == 2 and all(key in done.details[0] for key in vectors)
 
 
-def test_the_names_of_weight_norm_turn_into_each_other_exactly(tmp_path: Path) -> None:
-    old = nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.ReLU())
-    new = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), nn.ReLU())
-    file = saved(old.state_dict(), tmp_path / "old.pt")
-    ckptool.bake(file, tmp_path / "new.pt", form="new")
-    new.load_state_dict(load(tmp_path / "new.pt"))
-    ckptool.bake(tmp_path / "new.pt", tmp_path / "again.pt", form="old")
-    before, after = load(file), load(tmp_path / "again.pt")
-    assert set(before) == set(after) and all(torch.equal(before[key], after[key]) for key in before)
-
-
-def test_optimizer_and_versions_follow_the_names(tmp_path: Path) -> None:
-    """What `load_state_dict` of torch's own modules and optimizers takes, and then goes on with."""
-    kinds = {"old": weight_norm, "new": parametrizations.weight_norm}
-    for old, new in (("old", "new"), ("new", "old")):
-        models = [nn.Sequential(nn.BatchNorm1d(3), kinds[form](nn.Linear(3, 4))) for form in (old, new)]
-        first, second = (torch.optim.Adam(model.named_parameters()) for model in models)
-        models[0](torch.randn(5, 3)).sum().backward()
-        first.step()
-        file = saved({"model": models[0].state_dict(), "optimizer": first.state_dict()}, tmp_path / f"{old}.pt")
-        ckptool.bake(file, tmp_path / "out.pt", form=new, overwrite=True)
-        done = load(tmp_path / "out.pt")
-        assert done["optimizer"]["param_groups"][0]["param_names"] == [name for name, _ in models[1].named_parameters()]
-        assert done["model"]._metadata["0"] == {"version": 2} and {"", "0", "1"} <= {*done["model"]._metadata}
-        models[1].load_state_dict(done["model"])
-        second.load_state_dict(done["optimizer"])
-        notes = ckptool.bake(file, tmp_path / "plain.pt", overwrite=True).notes
-        assert [note.code for note in notes] == ["optimizer-differs"]
+def test_what_stays_of_the_optimizer_is_said_and_other_names_are_a_renaming(tmp_path: Path) -> None:
+    """The line of the changelog: what `load_state_dict` of torch's own modules and optimizers takes."""
+    models = [
+        nn.Sequential(nn.BatchNorm1d(3), norm(nn.Linear(3, 4))) for norm in (weight_norm, parametrizations.weight_norm)
+    ]
+    first, second = (torch.optim.Adam(model.named_parameters()) for model in models)
+    models[0](torch.randn(5, 3)).sum().backward()
+    first.step()
+    file = saved({"model": models[0].state_dict(), "optimizer": first.state_dict()}, tmp_path / "in.pt")
+    assert [note.code for note in ckptool.bake(file, tmp_path / "plain.pt").notes] == ["optimizer-differs"]
+    line = next(line for line in CHANGELOG.read_text("utf-8").splitlines() if line.startswith("| `bake --form"))
+    ckptool.rename(file, re.findall("'(.+?)'", line), tmp_path / "out.pt")
+    done = load(tmp_path / "out.pt")
+    assert done["optimizer"]["param_groups"][0]["param_names"] == [name for name, _ in models[1].named_parameters()]
+    assert done["model"]._metadata["0"] == {"version": 2} and {"", "0", "1"} <= {*done["model"]._metadata}
+    models[1].load_state_dict(done["model"])
+    second.load_state_dict(done["optimizer"])
+    models[1].load_state_dict(load(file)["model"])
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     two = {"a.weight_g": (3, 1), "a.weight_v": (3, 2), "a.weight": (3, 2)}
-    for code, says, shapes, options in (
-        ("conflict", "already exists", two, {}),
-        ("conflict", "not a norm", {"a.weight_g": (5, 1), "a.weight_v": (3, 2)}, {}),
-        ("conflict", "the mask has a different shape", {"a.weight_orig": (3, 2), "a.weight_mask": (2, 3)}, {}),
-        ("no-match", "no parametrized weights", {"a.weight": (2,)}, {}),
-        ("usage", "given 'newest' as form", {"a.weight": (2,)}, {"form": "newest"}),
+    for code, says, shapes in (
+        ("conflict", "already exists", two),
+        ("conflict", "not a norm", {"a.weight_g": (5, 1), "a.weight_v": (3, 2)}),
+        ("conflict", "the mask has a different shape", {"a.weight_orig": (3, 2), "a.weight_mask": (2, 3)}),
+        ("no-match", "no parametrized weights", {"a.weight": (2,)}),
     ):
         file = saved({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / "in.pt")
-        refused(code, tmp_path, partial(ckptool.bake, file, tmp_path / "out.pt", **options), says)
+        refused(code, tmp_path, partial(ckptool.bake, file, tmp_path / "out.pt"), says)
 
 
 def test_rows_that_no_layer_has_are_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -374,3 +375,16 @@ def test_many_names_are_quick(tmp_path: Path) -> None:
     with soon(5):
         report = planned(ours, checkpoint(**shapes))
     assert report.share == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_plain_files_stay_plain(tied: bool, tmp_path: Path) -> None:
+    """A file of safetensors for one of safetensors has no pickle of ckptool in its metadata."""
+    state = {"a.weight": torch.ones(2, 3), "b.weight": torch.zeros(2, 3)}
+    known = {"format": "pt"} | ({"c.weight": "a.weight"} if tied else {})
+    for name in ("model", "target"):
+        safetensors.torch.save_file(state, tmp_path / f"{name}.safetensors", metadata=known)
+    out = tmp_path / "out.safetensors"
+    ckptool.warm_start(tmp_path / "model.safetensors", tmp_path / "target.safetensors", out)
+    with safetensors.safe_open(out, "pt") as made:
+        assert made.metadata() == known and {*made.keys()} == {*state}

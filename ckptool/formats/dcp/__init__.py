@@ -15,13 +15,14 @@ from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
 from ckptool.checkpoint.files import Folder, Input, Source, size_at
 from ckptool.checkpoint.graph import MAX_DEPTH
 from ckptool.commands import command, other_program
-from ckptool.errors import CkptoolError, LimitExceeded, OnlyAPart, Truncated, counted, listed
+from ckptool.errors import CkptoolError, LimitExceeded, OnlyAPart, Truncated, counted
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.payloads import Payloads
 from ckptool.formats.dcp.save_plan import write as write
 from ckptool.formats.dcp.tables import METADATA, OF_A_RANK, RANK_FILE, Tables, owner_of, table_names
 from ckptool.formats.dcp.tree_pickle import with_optimizers
 from ckptool.formats.folder import mixed, number_in
+from ckptool.formats.marks import noted
 from ckptool.formats.pieces import Joiner
 
 NAME = "dcp"
@@ -64,15 +65,9 @@ def read(source: Input) -> Checkpoint:
     payloads.expect(value.chunks[0].place for value in tables.values.values() if value.dtype is None and value.chunks)
     for name, value in tables.values.items():
         if value.dtype is None:
-            first, *rest = (chunk.place for chunk in value.chunks)
-            for other in rest:  # of other ranks
-                same = payloads.same(first, other)
-                if same is None:
-                    joiner.not_compared[name] = None
-                if same is False:
-                    whose, theirs = owner_of(first.relative_path), owner_of(other.relative_path)
-                    joiner.differs(name, f"the one of {whose} is used; {theirs} has a different one")
-                    break
+            first, *rest = (chunk.place for chunk in value.chunks)  # the others of other ranks
+            others = ((owner_of(place.relative_path), payloads.same(first, place)) for place in rest)
+            joiner.compare(name, owner_of(first.relative_path), others)
             values[name] = payloads.object(name, first)
             continue
         chunks = pieces.pop(name)
@@ -93,16 +88,14 @@ def read(source: Input) -> Checkpoint:
             notes.append(Note("flat-names", what))
         notes += restored
     notes += joiner.notes_of_replicas()
-    if tables.unused:
-        what = f"{counted(len(tables.unused), 'name has', 'names have')} data that no tensor uses"
-        notes.append(Note("unused-record", f"{what}: {listed(sorted(tables.unused), 3)}"))
+    notes += noted("unused-record", sorted(tables.unused), "name has", "names have", "data that no tensor uses")
     ends = (SUFFIX, METADATA, METADATA + ".tmp")
     used = {*tables.files, *names}
     strays = [name for name in folder.names if name.endswith(ends) and name not in used]
-    if stale := [name for name in strays if size_at(os.path.join(folder.path, name))[0]]:  # an empty one has no values
-        whose = METADATA if METADATA in names else "the ranks' tables"
-        what = f"{counted(len(stale), 'file is', 'files are')} used by no value in {whose}"
-        notes.append(Note("stale-shards", f"{what}, perhaps left over from another run: {listed(stale, 3)}"))
+    stale = (name for name in strays if size_at(os.path.join(folder.path, name))[0])  # an empty one has no values
+    whose = METADATA if METADATA in names else "the ranks' tables"
+    about = f"used by no value in {whose}, perhaps left over from another run"
+    notes += noted("stale-shards", stale, "file is", "files are", about)
     part = None
     if any(name.rpartition(".")[2].startswith("_flat_param") for name in tables.values):  # whole as the vector may be
         meaning = "FSDP1 saved it with LOCAL_STATE_DICT: _flat_param has the parameters of all ranks in one vector, "

@@ -41,13 +41,14 @@ from ckptool.checkpoint.files import Folder, Part, Source
 from ckptool.checkpoint.nodes import brief
 from ckptool.checkpoint.paths import temporary_files
 from ckptool.checkpoint.tree import map_storages
-from ckptool.errors import Corrupt, LimitExceeded, MissingExtra, Truncated, Unsupported, listed
+from ckptool.errors import LimitExceeded, MissingExtra, Truncated, Unsupported, listed
 from ckptool.facts import dataclass, field, replace
 from ckptool.formats import ZIP, safetensors, torch_zip
-from ckptool.formats.boxes import Box, Piece, Stored
 from ckptool.formats.dcp.tables import Chunk, Place, Saved, owner_of
+from ckptool.formats.folder import damaged
 from ckptool.formats.layouts.hf_pieces import saved_offsets
 from ckptool.formats.marks import PICKLE
+from ckptool.formats.pieces import Box, Piece, Stored
 
 SMALL = 1 << 20  # bytes of objects that are compared
 ZSTD = "stream.zstd/1"
@@ -87,7 +88,7 @@ class Template:
         crc = self.sum_in(tail[self.end - part.size :])
         if head != self.head or crc is None or tail.count(_END) != 1:
             return None
-        return Stored(self, part.file, part.start, crc)
+        return Stored(self.entry, part.file, part.start + self.begin, crc)
 
     def sum_in(self, tail: bytes) -> int | None:
         """The checksum of the values, by what follows them; None where that does not fit."""
@@ -213,8 +214,8 @@ class Payloads:
             raise Unsupported(what, "Its parts are more than values and a shape.", fix)
         if not isinstance(like, TensorEntry) or (like.shape, like.dtype) != (chunk.sizes, dtype):
             claim = f"the chunk of {name} at {list(chunk.offsets)} should be {dtype}{list(chunk.sizes)}"
-            what = f"{self.folder}: {claim}, the file of {owner_of(chunk.place.relative_path)} has {brief(like, 100)}"
-            raise Corrupt(what, "The files come from two checkpoints, one is damaged, or ranks overwrote each other's.")
+            has = f"the file of {owner_of(chunk.place.relative_path)} has {brief(like, 100)}"
+            raise damaged(self.folder, f"{claim}, {has}")
         return value  # type: ignore[no-any-return]
 
     def expect(self, places: Iterable[Place]) -> None:
@@ -281,8 +282,7 @@ class Payloads:
 
     def _read_zip(self, name: str, part: Part) -> Checkpoint:
         if part.read(0, min(4, part.size)) not in ZIP:
-            what = f"{part}: there is no torch zip where {name} should be"
-            raise Corrupt(what, "The file or the table belongs to another checkpoint.")
+            raise damaged(part, f"there is no torch zip where {name} should be")
         checkpoint = torch_zip.read(part)
         self.discarded.extend(checkpoint.discarded)
         return checkpoint
@@ -296,8 +296,7 @@ class Payloads:
         entry, begin = tree.get(name), list(chunk.offsets)
         if not isinstance(entry, TensorEntry) or offsets.get(name, begin) != begin:
             file = self.folder.open(chunk.place.relative_path)
-            what = f"{file} has no chunk of {name} at {begin} in its safetensors"
-            raise Corrupt(what, "That writer saves one chunk of each name; the table belongs to another checkpoint.")
+            raise damaged(file, f"its safetensors has no chunk of {name} at {begin}")
         return entry
 
     def _safetensors_at(self, name: str, offset: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -379,14 +378,12 @@ def inflate(part: Part, limit: int) -> Checkpoint:
         with temporary_files(), tempfile.TemporaryFile() as file:
             while data := reader.read(1 << 18):
                 if file.tell() + len(data) > limit:
-                    what = f"{part} inflates to more than {limit:,} bytes"
-                    raise LimitExceeded(what, "That is more than its tensor holds; the file is probably malicious.")
+                    raise LimitExceeded(f"{part} inflates to more than {limit:,} bytes")
                 file.write(data)
             file.flush()
             source = Source(str(part), os.dup(file.fileno()))
     except zstandard.ZstdError as error:
-        what = f"{part} cannot be inflated: {error!s}"
-        raise Corrupt(what, "It was damaged, or is not compressed with zstd the way torch does it.") from None
+        raise damaged(part, f"it cannot be inflated: {error!s}") from None
     try:
         checkpoint = torch_zip.read(source)
     except Truncated as error:

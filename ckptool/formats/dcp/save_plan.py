@@ -40,7 +40,7 @@ MAX_RANKS = 16_384
 MAX_OBJECTS, REPEATED = 8 << 20, 16  # bytes of objects; beyond, as often as that the size of the same in one pickle
 VERSION = "1.0.0"
 _MODULE = "torch.distributed.checkpoint.metadata"
-_Field = str | int | tuple[int, ...] | None
+_Field = str | int | tuple[int, ...] | list[Any] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,9 +99,9 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             saving.add_tensor(name, value)
     lost = tree_pickle.lost_in_table(flat)
     if saving.strides_lost:
-        lost.setdefault(tree_pickle.STRIDES, saving.strides_lost)
+        lost.setdefault("strides of tensors that are sharded or have gaps", saving.strides_lost)
     if marks.RECOVERED in checkpoint.metadata:
-        lost[tree_pickle.MARK] = ""
+        lost["the mark of a recovered file"] = ""
     reserved = [
         name for name in flat.values if name == tree_pickle.NAME or (lost and name.startswith(f"{tree_pickle.NAME}."))
     ]
@@ -251,12 +251,6 @@ class _RankFile:
         item.relative_path, item.offset = _file_of(self.rank), self.size
         self.size += item.length
 
-    def add_block(self, number: int) -> None:
-        divided = self.divided[number]
-        divided.offsets[self.rank] = self.size
-        self.size += divided.lengths[self.rank]
-        self.numbers.append(number)
-
     def __iter__(self) -> Iterator[Segment]:
         blocks = (self.divided[number].item(self.rank) for number in self.numbers)
         in_order: Iterator[Iterable[Segment]] = chain(self.objects, blocks, self.items)
@@ -310,7 +304,9 @@ class _Saving:
             return
         self.divided.append(item := _Divided(name, entry, self.division.dim, ranks, step))
         for file in self.files[:ranks]:
-            file.add_block(len(self.divided) - 1)
+            item.offsets[file.rank] = file.size
+            file.size += item.lengths[file.rank]
+            file.numbers.append(len(self.divided) - 1)
         self.chunks[name] = item
         if entry.storage.crc is not None or isinstance(entry.storage.data, Computed):
             self.checks.append(entry.storage)
@@ -400,12 +396,7 @@ def table_pickle(flat: FlatNames, chunks: Mapping[str, Iterable[Chunk]]) -> list
         out.end_part()
     out.value("storage_meta")
     # What says nothing of the values: torch's own has a random number of the writer, and the path of the folder.
-    out.begin("StorageMeta")
-    for key in ("checkpoint_id", "save_id", "load_id"):
-        out.value(key)
-        out.value(None)
-    out.value("modules")
-    out.write(b"]ub")
+    out.new("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[])
     out.value("version")
     out.value(VERSION)
     out.write(b"ub.")
@@ -466,9 +457,11 @@ class _Pickle:
             self.write(b"ub")
 
     def value(self, value: _Field) -> None:
-        """A text, a number, None, or a tuple as a `torch.Size`."""
+        """A text, a number, None, an empty list, or a tuple as a `torch.Size`."""
         if value is None:
             self.write(b"N")
+        elif isinstance(value, list):
+            self.write(b"]")
         elif isinstance(value, int):
             self.write(integer(value))
         elif not self.recall(key := value if isinstance(value, str) else ("size", *value)):

@@ -19,19 +19,20 @@ from ckptool.checkpoint.dtypes import BY_TORCH, DType
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import Global, Object
 from ckptool.commands import other_program
-from ckptool.errors import Ambiguous, Conflict, Corrupt, LimitExceeded, NotACheckpoint, counted
+from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, NotACheckpoint, counted
 from ckptool.facts import dataclass, field
-from ckptool.formats.boxes import Box, sizes_of
-from ckptool.formats.folder import lacks, missing_ranks
+from ckptool.formats.distributed import sizes_of
+from ckptool.formats.folder import another_run, lacks, missing_ranks
 from ckptool.formats.nested_streams import BUILDERS
+from ckptool.formats.pieces import Box
 from ckptool.pickles.calls import is_inert
-from ckptool.pickles.decode import decode, no_storage
+from ckptool.pickles.decode import decode_all, no_storage
 from ckptool.pickles.torch_objects import TakesState
 
 METADATA = ".metadata"
 OF_A_RANK = re.compile(r"__(?P<rank>\d{1,7})\.metadata")
 _UNFINISHED = re.compile(r"__(?P<rank>\d{1,7})\.metadata\.tmp")
-RANK_FILE = re.compile(r"__(\d{1,7})_")
+RANK_FILE = re.compile(r".*?__(\d{1,7})_")
 MAX_METADATA = 256 << 20
 MANY_NUMBERS = 1 << 16
 
@@ -210,10 +211,7 @@ class Tables:
         if source.size > MAX_METADATA:
             raise LimitExceeded(f"{source} has {source.size:,} bytes", f"ckptool reads at most {MAX_METADATA:,}.")
         data = source.read(0, source.size)
-        decoded = decode(data, no_storage, _builders(odd), name=str(source), file_bytes=source.size)
-        if decoded.end != len(data):
-            what = f"{source} has {len(data) - decoded.end:,} bytes after its end"
-            raise Ambiguous(what, "A second pickle may be hidden there.")
+        decoded = decode_all(data, no_storage, _builders(odd), name=str(source), file_bytes=source.size)
         if _class_name(decoded.root) not in ("Metadata", "MCoreMetadata"):
             what = f"{self.folder} is a folder, but its {name} is not that of torch.distributed.checkpoint"
             fix = f"Name the file: {other_program('ls', self.folder.path)}"
@@ -235,8 +233,7 @@ class Tables:
                 raise self.damaged(f"has an entry {number:,} without a place", name)
             of_name = places.setdefault(index.fqn, {})
             if offsets in of_name:
-                what = f"{self.folder}: its {name} has two places for {index.fqn}"
-                raise Ambiguous(what, "Readers disagree about which one counts.")
+                raise Ambiguous(f"{self.folder}: its {name} has two places for {index.fqn}")
             of_name[offsets] = place
         table.clear()
         files = {place.relative_path for of_name in places.values() for place in of_name.values()}
@@ -271,8 +268,7 @@ class Tables:
             raise self.damaged(f"describes {name} as {_class_name(row) or type(row).__name__}", table)
         saved = self.values.setdefault(name, value)
         if (saved.shape, saved.dtype) != (value.shape, value.dtype):
-            what = f"{self.folder}: {name} is {saved} in one of its tables, but {value} in {table}"
-            raise Conflict(what, "The tables come from two checkpoints.", "Copy the folder again, or take another one.")
+            raise another_run(self.folder, f"{name} is {saved} in one of its tables, but {value} in {table}")
         seen: set[Box] = set()
         for block in blocks if isinstance(blocks, list) else [None]:
             box = (block.offsets, block.sizes) if isinstance(block, _Block) else (None, None)

@@ -34,12 +34,7 @@ from ckptool.formats.whole_tree import DAMAGE, KEY, MAX_PICKLE, PickledStorages,
 FREE_NAMES = 10_000
 NAMES_PER_PART = 4
 
-KEYS = "keys that are not strings"
-EMPTY = "empty dictionaries"
-ORDERED = "ordered dictionaries and what is set on them (_metadata)"
 SHARED = "objects that appear in several places"
-PARAMETERS = "which tensors are Parameters"
-OPTIMIZERS = "an optimizer's flat keys, or numbers kept as strings"
 RESTORED = "optimizer-keys"  # of the notes
 
 
@@ -94,7 +89,7 @@ class FlatNames:
                 stack.pop()
                 holders.pop()
         if with_optimizers(tree)[0] is not tree:
-            self.lost.setdefault(OPTIMIZERS, "")
+            self.lost.setdefault("an optimizer's flat keys, or numbers kept as strings", "")
 
     def add(self, path: tuple[str | int, ...], place: tuple[Any, ...], value: Any) -> None:
         name = ".".join(map(str, path))
@@ -109,7 +104,7 @@ class FlatNames:
             raise LimitExceeded(f"more than {names}", "What objects share has a name in each of them.")
         self.values[name], self.paths[name] = value, path
         if isinstance(value, TensorEntry) and value.flags.parameter:
-            self.lost.setdefault(PARAMETERS, address(place))
+            self.lost.setdefault("which tensors are Parameters", address(place))
 
     def hold(self, node: Any, place: tuple[Any, ...]) -> None:
         """Records what the names do not say of a dictionary or list that is descended into."""
@@ -120,11 +115,11 @@ class FlatNames:
         self.holders[id(node)] = node
         if isinstance(node, dict):
             if not node:
-                self.lost.setdefault(EMPTY, address(place))
+                self.lost.setdefault("empty dictionaries", address(place))
             if isinstance(node, OrderedDict):
-                self.lost.setdefault(ORDERED, address(place))
+                self.lost.setdefault("ordered dictionaries and what is set on them (_metadata)", address(place))
             if not all(type(key) is str for key in node):
-                self.lost.setdefault(KEYS, address(place))
+                self.lost.setdefault("keys that are not strings", address(place))
 
 
 def with_optimizers(tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Note]]:
@@ -145,14 +140,9 @@ def with_optimizers(tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Note]]:
 # The pickle ----------------------------------------------------------------------------------------------------------
 
 NAME = KEY
-IGNORED = "side-car-ignored"  # of the notes
 MAX_COMPARED = 8 << 20  # bytes of values that are read to compare the pickle's tree with the table
 BEGINNING = 16 << 10  # of each tensor
 
-VIEWS = "tensors that share memory as different views"
-STRIDES = "strides of tensors that are sharded or have gaps"
-LAZY = "conjugate and negative views"
-MARK = "the mark of a recovered file"
 
 _HAVE_IDENTITY = (dict, list, tuple, Set, Object, Composite, TensorEntry, StorageRef, bytearray)
 
@@ -194,9 +184,9 @@ def lost_in_table(flat: FlatNames) -> dict[str, str]:
             if isinstance(node, (TensorEntry, StorageRef)):
                 view = node.view if is_tensor and isinstance(node, TensorEntry) else name
                 if views.setdefault(id(node.storage), view) != view:
-                    lost.setdefault(VIEWS, name)
+                    lost.setdefault("tensors that share memory as different views", name)
         if isinstance(value, TensorEntry) and (value.flags.conj or value.flags.neg):
-            lost.setdefault(LAZY, name)
+            lost.setdefault("conjugate and negative views", name)
     return lost
 
 
@@ -270,7 +260,7 @@ def restored(values: dict[str, Any]) -> tuple[Any, dict[str, Any], list[Note], t
     except DAMAGE as error:
         why = f"it is damaged ({type(error).__name__})"
     what = f"{NAME} was ignored, so types of keys, ties and the like are as torch sees them: {why}"
-    return None, {}, [Note(IGNORED, what)], aside
+    return None, {}, [Note("side-car-ignored", what)], aside
 
 
 def _is_same(from_pickle: Any, value: Any, budget: list[int]) -> bool:

@@ -33,20 +33,21 @@ from ckptool.checkpoint.graph import alike
 from ckptool.checkpoint.nodes import fields, items, same_kind
 from ckptool.commands import command, other_program
 from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, Unsupported, counted, listed, printable
-from ckptool.formats.boxes import Piece
-from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in, without_copies
+from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in, one_of, without_copies
 from ckptool.formats.layouts import zero
 from ckptool.formats.layouts.zero import StageFiles
-from ckptool.formats.marks import OTHER_TAGS
-from ckptool.formats.pieces import Joiner, Vector, agree, refuse_other
-from ckptool.formats.rank_trees import DIFFERENT, same_leaf
+from ckptool.formats.marks import noted
+from ckptool.formats.pieces import Joiner, Piece, Vector, agree, refuse_other
+from ckptool.formats.placements import DIFFERENT, UNLIKE, same_leaf
 
 NAME = "deepspeed"
 LATEST = ("latest", "latest_universal")
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # copied beside every checkpoint
 UNIVERSAL = "zero"  # the folder that a universal one has
 MAX_TAG = 4_096  # bytes of the file `latest`
-_STATES = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(?:optim|model)_states\.pt")
+_STATES = re.compile(
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<mp>\d{1,7})_(?P<of>optim|model)_states\.pt"
+)
 _TAG = re.compile(r"global_step\d+(?:_universal)?")
 _WEIGHT, _COMMON = "fp32", "optimizer_state.pt"
 # Of the model states: what describes the model, and is read.
@@ -55,8 +56,6 @@ _OF_THE_MODEL = frozenset(
 )
 COPIES, NO_OPTIMIZER, NO_BUFFERS = "copies-not-shown", "no-optimizer-files", "no-buffers"  # of the notes
 ZERO = "zero_optimizer_state"  # the key of what the optimizer's files hold beside the optimizer
-_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<mp>\d{1,7})_model_states\.pt")
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,7})_mp_rank_(?P<mp>\d{1,7})_optim_states\.pt")
 _EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt")
 _OF_LAYERS = re.compile(r"layer_\d{1,7}-(?:.+-)?model_states\.pt")
 _LAYER = re.compile(r"layer_(?P<layer>\d{1,7})-(?:model_00-)?model_states\.pt")
@@ -108,9 +107,8 @@ def _is_tag(folder: Folder, name: str) -> bool:
 
 def _is_saved(path: str, names: Collection[str]) -> bool:
     """True for a folder with ranks' files, or the parameters of a universal one."""
-    if any(name.endswith("_states.pt") and _STATES.fullmatch(name) for name in names):
-        return True
-    return UNIVERSAL in names and _COMMON in names_in(os.path.join(path, UNIVERSAL))
+    is_universal = UNIVERSAL in names and _COMMON in names_in(os.path.join(path, UNIVERSAL))
+    return is_universal or any(name.endswith("_states.pt") and _STATES.fullmatch(name) for name in names)
 
 
 def _of_run(source: Folder) -> Checkpoint:
@@ -129,13 +127,7 @@ def _of_run(source: Folder) -> Checkpoint:
         what = f"{path} names {name[:200]!r}, which is not a folder beside it"
         why = "The folder of that tag was moved, deleted or not copied along; ckptool does not follow paths elsewhere."
         raise Corrupt(what, why, advice or f"See what is in it: {other_program('ls', source.path)}")
-    checkpoint = read(tag := Folder(os.path.join(source.path, name)))
-    source.adopt(name, tag)
-    notes = checkpoint.notes
-    if others := [other for other in tags if other != name]:
-        beside = f"{counted(len(others), 'other tag is', 'other tags are')} beside it: {listed(others, 3)}"
-        notes += (Note(OTHER_TAGS, f"{name} was read; {beside}"),)
-    return replace(checkpoint, source=source, notes=notes)
+    return one_of(source, Folder(os.path.join(source.path, name)), tags, read)
 
 
 # The folder of a tag -------------------------------------------------------------------------------------------------
@@ -152,14 +144,12 @@ class Tag:
         self.unlike = set[str]()  # what ranks saved beside the model, as random states, and differs
         kinds = (_EXPERT, _OF_LAYERS, _OTHER)
         self.experts, self.layers, self.others = ([n for n in folder.names if kind.fullmatch(n)] for kind in kinds)
-        ranked = [match for name in folder.names if (match := _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]
-        files: dict[int, tuple[dict[int, str], dict[int, str]]]  # of the model, of the optimizer, by rank
-        files = {number: ({}, {}) for number in sorted({int(match["mp"]) for match in ranked})}
-        for match in ranked:
-            by_rank, name = files[int(match["mp"])][match.re is _OPTIMIZER], match[0]
+        files: dict[int, tuple[dict[int, str], dict[int, str]]] = {}  # of the model, of the optimizer, by rank
+        for match in filter(None, map(_STATES.fullmatch, folder.names)):
+            by_rank, name = files.setdefault(int(match["mp"]), ({}, {}))[match["of"] == "optim"], match[0]
             if (other := by_rank.setdefault(int(match["rank"] or 0), name)) != name:
                 raise mixed(folder, other, name, "both belong to one rank")
-        self.stages = {number: StageFiles(self.joiner, *pair) for number, pair in files.items()}
+        self.stages = {number: StageFiles(self.joiner, *files[number]) for number in sorted(files)}
         if 0 not in self.stages or not self.stages[0].models:
             raise lacks(folder, "mp_rank_00_model_states.pt, which has the names and shapes of the weights")
         self.first = self.stages[0]
@@ -216,15 +206,14 @@ def read(folder: Folder) -> Checkpoint:
             optimizer = optimizers
         sizes = [stage.states.get("dp_world_size") for stage in stages.values()]  # only the first rank of each saves
         world = sum(size if type(size) is int and size > 0 else 1 for size in sizes)
-        checkpoint = _checkpoint(tag, model, weights, optimizer, {}, 0, world, engine)
-        return replace(checkpoint, untied=(*tag.layers, *tag.experts))
+        tag.joiner.untied += [*tag.layers, *tag.experts]
+        return _checkpoint(tag, model, weights, optimizer, {}, 0, world, engine)
     world = sum(len(stage.shares) for stage in stages.values())
     share = tag.first.shares[0]
     kind = 1 if is_pipeline else share.stage
-    checkpoint = _checkpoint(tag, model, weights, optimizer, share.extra, kind, world, share.engine + engine)
     if kind > 2 and not any("step" in zero.undivided(share.states.get(group)) for group in range(len(share.weights))):
-        return replace(checkpoint, untied=tuple(share.file for share in tag.first.shares))  # 1 and 2 have weights twice
-    return checkpoint
+        tag.joiner.untied += [share.file for share in tag.first.shares]  # 1 and 2 have weights twice
+    return _checkpoint(tag, model, weights, optimizer, share.extra, kind, world, share.engine + engine)
 
 
 def _with_experts(tag: Tag) -> dict[Any, Any]:
@@ -301,8 +290,7 @@ def _layers(tag: Tag) -> dict[Any, Any]:
         is_tied = number == "tied_modules" and (rest.partition(".")[2], shape) in of_layers
         if name not in values and (number.isdecimal() or number == "tied_modules") and not is_tied:
             file = f"layer_{number:0>2}-model_states.pt" if number.isdecimal() else "a layer's file"
-            what = f"{tag.folder} lacks {name}, which the ranks' files name"
-            raise Corrupt(what, f"It belongs in {file}, which is missing or another run's.", "Copy all files.")
+            raise lacks(tag.folder, f"{name}, which the ranks' files name and which belongs in {file}")
     return values
 
 
@@ -344,10 +332,7 @@ def _checkpoint(
             for name, entry in entries.items():
                 if isinstance(entry, TensorEntry):
                     by_name.setdefault(name, []).append(Piece(entry, (0,) * len(entry.shape), f"rank {rank:,}"))
-    if tag.unlike:
-        what = counted(len(tag.unlike), "value differs", "values differ")
-        shown = listed(sorted(tag.unlike), 3)
-        tag.joiner.notes.append(Note(DIFFERENT, f"{what} between ranks, and the first rank's is used: {shown}"))
+    tag.joiner.notes += noted(DIFFERENT, sorted(tag.unlike), *UNLIKE)
     for name, shape in frozen.items():
         pieces = fragments.get(name, [])
         if stage > 2 and 0 < len(pieces) < ranks:  # their places follow from the ranks
@@ -374,9 +359,8 @@ def _checkpoint(
     module = same_kind(model, {**model, **values})
     empty = [str(n) for n, v in model.items() if isinstance(v, TensorEntry) and v.shape == (0,) and n not in values]
     if empty and (stage > 2 or any("zero_pp_rank" in name for name in first.models.values())):
-        what = f"{tag.folder} has no values of {counted(len(empty), 'weight')}: {listed(empty, 3)}"
-        why = "ZeRO stage 3 keeps them in the *_optim_states.pt files, which are missing or do not name them."
-        raise Corrupt(what, why, f"See what is in it: {other_program('ls', tag.folder.path)}")
+        what = f"the values of {counted(len(empty), 'weight')}, which stage 3 of ZeRO keeps in *_optim_states.pt files"
+        raise lacks(tag.folder, what, empty)
     joined: dict[str, Any] = {"module": module}
     joined |= {} if optimizer is None else {"optimizer": optimizer}
     joined |= {ZERO: extra} if extra else {}
@@ -425,8 +409,7 @@ def _universal(tag: Tag) -> Checkpoint:
     steps = fields(fields(common.get("optimizer_state_dict")).get("state"))  # what stage 3 keeps for a group: a `step`
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
-    first_step: tuple[str, dict[str, Any]] | None = None
-    types: dict[str, tuple[str, Any]] = {}  # of what is kept for each parameter, with the first file that has it
+    firsts: dict[str, tuple[str, dict[str, Any]]] = {}  # the first file of each kind, with its type; and the first step
     for number, shapes in enumerate(groups):
         for name, shape in shapes.items():
             slots: dict[str, Any] = {}  # its values by the names of their files, in its shape
@@ -439,10 +422,8 @@ def _universal(tag: Tag) -> Checkpoint:
                 slots[key := file.removesuffix(".pt")] = value
                 if not isinstance(value, TensorEntry) and (key != "step" or value is None):
                     raise damaged(files, f"has no tensor in {file}")
-                dtype = value.dtype if isinstance(value, TensorEntry) else None
-                other, expected = types.setdefault(key, (f"{name}/{file}", dtype))
-                if dtype != expected:
-                    raise mixed(zero_folder, other, f"{name}/{file}", f"one is {expected}, the other {dtype}")
+                this = f"{name}/{file}", {"type": value.dtype if isinstance(value, TensorEntry) else None}
+                refuse_other(zero_folder, firsts.setdefault(key, this), this)
                 tag.joiner.untied += [f"{name}/{file}"] if key not in (_WEIGHT, "step") else []
             zero_folder.adopt(name, files)
             weight = slots.get(_WEIGHT)
@@ -460,8 +441,7 @@ def _universal(tag: Tag) -> Checkpoint:
             weights[name] = tag.joiner.flat(name, weight.shape, [piece], copy).with_flags(weight.flags)
             state[name] = zero.undivided(steps.get(number)) | slots
             if (step := number_in(state[name].get("step"))) is not None:  # ZeRO steps all of its vectors together
-                first_step = first_step or (name, {"step": step})
-                refuse_other(zero_folder, first_step, (name, {"step": step}))
+                refuse_other(zero_folder, firsts.setdefault("", (name, {"step": step})), (name, {"step": step}))
     keys = dict.fromkeys(key for slots in state.values() for key in slots)
     if missing := [f"{name}/{key}.pt" for name, slots in state.items() for key in keys if key not in slots]:
         raise lacks(zero_folder, counted(len(missing), "file"), missing)

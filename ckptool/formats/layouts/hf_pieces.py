@@ -16,9 +16,9 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input
 from ckptool.errors import counted, listed
-from ckptool.formats.boxes import Piece, sizes_of
+from ckptool.formats.distributed import sizes_of
 from ckptool.formats.folder import PIECES, damaged, lacks, missing_ranks, names_in, renamed
-from ckptool.formats.pieces import Joiner
+from ckptool.formats.pieces import Joiner, Piece
 
 NAME = "hf-pieces"
 INFO = "DCP_SHARDING_INFO"

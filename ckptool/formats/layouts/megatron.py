@@ -17,24 +17,22 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
-from ckptool.checkpoint.files import Folder, Input, json_or_none, read_small
+from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.checkpoint.files import Folder, Input, read_small
 from ckptool.checkpoint.nodes import fields
 from ckptool.checkpoint.paths import absolute
 from ckptool.commands import command
-from ckptool.errors import Conflict, Corrupt, Truncated, Unsupported, counted, listed
+from ckptool.errors import Corrupt, Truncated, Unsupported
 from ckptool.formats import dcp
 from ckptool.formats.dcp.tables import METADATA
-from ckptool.formats.folder import damaged
-from ckptool.formats.marks import OTHER_TAGS
+from ckptool.formats.folder import another_run, damaged, json_in, one_of
+from ckptool.formats.marks import noted
 
 NAME = "megatron"
 BACKEND, COMMON = "metadata.json", "common.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
-COLLIDES = "common-collides"  # of the note
-MAX_JSON, MAX_TRACKER = 1 << 20, 64
+MAX_TRACKER = 64
 _ITERATION = re.compile(r"iter_([0-9]{7,12})|release")
-_RANK_FILE = re.compile(r".*?__([0-9]{1,7})_[0-9]{1,7}\.distcp")
 _OBJECT = re.compile(r"(.+)/(shard_[0-9.]+_[0-9.]+)")
 _OF_OPTIMIZER = re.compile(r"(?:chained_([0-9]{1,4})\.)?optimizer\.(?:state\.([^.]+)\.(.+)|(.+))")
 
@@ -63,16 +61,7 @@ def read(source: Input) -> Checkpoint:
     if not isinstance(source, Folder):
         source = Folder(os.path.dirname(source.path), shown=source.path)
     if is_run(source):
-        last = latest(source)
-        checkpoint = formats.read_alone(last)
-        source.adopt(name := os.path.basename(last.path), last)
-        if others := [other for other in source.names if _ITERATION.fullmatch(other) and other != name]:
-            beside = (
-                f"{counted(len(others), 'other iteration is', 'other iterations are')} beside it: {listed(others, 3)}"
-            )
-            note = Note(OTHER_TAGS, f"{name} was read, as {TRACKER} says; {beside}")
-            checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
-        return replace(checkpoint, source=source)
+        return one_of(source, latest(source), filter(_ITERATION.fullmatch, source.names), formats.read_alone)
     backend = _backend(source)
     if not backend:
         what = f"{source} has {COMMON} of Megatron-Core and no {BACKEND} that can be read"
@@ -93,12 +82,10 @@ def read(source: Input) -> Checkpoint:
         raise damaged(source, f"{COMMON} is not a dictionary")
     tree = _sorted_by_kind(checkpoint.tree, common.tree)
     notes = [note for note in (*checkpoint.notes, *common.notes) if note.code != "flat-names"]  # as in the model
-    if collisions := _fill(tree, common.tree):
-        what = f"{counted(len(collisions), 'entry is', 'entries are')} in {COMMON} and in the ranks' files"
-        notes.append(Note(COLLIDES, f"{what}, whose value is used: {listed(collisions, 3)}"))
+    about = f"in {COMMON} and in the ranks' files, whose value is used"
+    notes += noted("common-collides", _fill(tree, common.tree), "entry is", "entries are", about)
     _name_parameters(tree.get("optimizer"))
-    ranks = {match[1] for name in source.names if (match := _RANK_FILE.fullmatch(name))}
-    facts = {"engine": "Megatron-Core, torch_dist", "ranks": len(ranks)} | step_of(source, common.tree.get("iteration"))
+    facts = {"engine": "Megatron-Core, torch_dist"} | step_of(source, common.tree.get("iteration"))
     return replace(
         checkpoint,
         tree=tree,
@@ -126,19 +113,17 @@ def latest(run: Folder) -> Folder:
 
 def _backend(folder: Folder) -> str:
     """The backend that wrote the folder of an iteration; empty for another folder."""
-    table = json_or_none(os.path.join(folder.path, BACKEND), MAX_JSON) if BACKEND in folder else None
-    backend = table.get("sharded_backend") if isinstance(table, dict) else None
+    backend = json_in(folder.path, BACKEND).get("sharded_backend") if BACKEND in folder else None
     return backend if isinstance(backend, str) else ""
 
 
-def step_of(folder: Folder, iteration: Any) -> dict[str, int]:
+def step_of(folder: Folder, iteration: Any) -> dict[str, Any]:
     """The iteration of an `iter_*` folder, by its files or its name. Raises `Conflict` where they are two."""
     match = _ITERATION.fullmatch(os.path.basename(absolute(folder.path)))
     if type(iteration) is not int:
         return {"step": int(match[1])} if match and match[1] else {}
     if match and match[1] and int(match[1]) != iteration:
-        what = f"{folder}: its files are of iteration {iteration:,}, the folder of {int(match[1]):,}"
-        raise Conflict(what, "The folder mixes files of two checkpoints.", "Copy all files of one iteration again.")
+        raise another_run(folder, f"its files are of iteration {iteration:,}, the folder of {int(match[1]):,}")
     return {"step": iteration}
 
 
@@ -194,6 +179,6 @@ def _name_parameters(optimizer: Any) -> None:
     step = state.pop("common_step", None)
     for slots in state.values():
         if step is not None and isinstance(slots, dict):
-            slots.setdefault("step", step)
+            slots.setdefault("step", step.alone() if isinstance(step, TensorEntry) else step)
     if len(groups) == 1 and isinstance(groups[0], dict) and not groups[0].get("params"):
         optimizer["param_groups"] = [{**groups[0], "params": list(state)}]

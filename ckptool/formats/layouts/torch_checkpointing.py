@@ -15,23 +15,22 @@ from contextlib import suppress
 from math import prod
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Note, TensorEntry
+from ckptool.checkpoint import Checkpoint, TensorEntry
 from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.files import Folder, Input, read_json, read_small
 from ckptool.checkpoint.graph import visit
 from ckptool.checkpoint.nodes import inside
 from ckptool.checkpoint.tree import Path
-from ckptool.errors import CkptoolError, LimitExceeded, Unsupported, counted, listed, printable
-from ckptool.formats.boxes import sizes_of
+from ckptool.errors import CkptoolError, LimitExceeded, Unsupported, counted, printable
+from ckptool.formats.distributed import distributed, sizes_of
 from ckptool.formats.folder import MOST_NAMED, damaged, lacks, missing_ranks, mixed, without_copies
+from ckptool.formats.marks import noted
 from ckptool.formats.pieces import Joiner
-from ckptool.formats.placements import MAX_MESH, RankFile, RankShare, distributed, row_major_axes
-from ckptool.formats.rank_trees import Described, joined_trees
-from ckptool.pickles.decode import decode, no_storage
+from ckptool.formats.placements import MAX_MESH, Described, RankFile, RankShare, joined_trees, row_major_axes
+from ckptool.pickles.decode import decode_all, no_storage
 
 NAME = "torch-checkpointing"
 TABLE = "metadata.pkl"
-OTHERS = "unused-files"  # of the note
 MAX_TABLE, MAX_TEXT = 256 << 20, 64 << 20
 MAX_LOOKS = 4  # files opened to recognize a folder without a table
 _FILE = re.compile(r"(?P<item>.*?)(?P<mark>[-_.]?rank[-_]?|_)(?P<rank>\d{1,6})\.(?P<suffix>pth?|bin|json|safetensors)")
@@ -89,9 +88,8 @@ def read(source: Folder) -> Checkpoint:
         described, apart = _described(source, table, item), not item.startswith("model")
         tree[item] = joined_trees(joiner, item, rank_files, values, described, apart=apart)
     used = _names(items)
-    if unused := [name for name in source.names if name not in used]:
-        what = f"{counted(len(unused), 'file is', 'files are')} of no known item"
-        joiner.notes.append(Note(OTHERS, f"{what}: {listed(unused, 3)}"))
+    unused = (name for name in source.names if name not in used)
+    joiner.notes += noted("unused-files", unused, "file is", "files are", "of no known item")
     version = table.get("version")
     engine = "torch_checkpointing" + (f", table version {printable(version)[:10]}" if type(version) is str else "")
     if not table and any("rank" in match["mark"] for match in _files(source).values()):
@@ -109,7 +107,7 @@ def _table(folder: Folder) -> dict[Any, Any]:
     source = folder.open(TABLE)
     if source.size > MAX_TABLE:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"ckptool reads at most {MAX_TABLE:,}.")
-    decoded = decode(source.read(0, source.size), no_storage, {}, name=str(source), file_bytes=source.size)
+    decoded = decode_all(source.read(0, source.size), no_storage, {}, name=str(source), file_bytes=source.size)
     if not isinstance(decoded.root, dict) or not isinstance(decoded.root.get("metadata"), dict) or decoded.aside():
         raise damaged(folder, f"its {TABLE} is not a table of plain values")
     return decoded.root

@@ -19,9 +19,9 @@ from ckptool.checkpoint import Composite, Note, TensorEntry
 from ckptool.checkpoint.nodes import Global, Object, fields, inside, items
 from ckptool.errors import Unsupported, counted
 from ckptool.facts import replace
-from ckptool.formats.boxes import Piece, sizes_of
+from ckptool.formats.distributed import sizes_of
 from ckptool.formats.folder import complete, damaged, lacks, mixed, number_in
-from ckptool.formats.pieces import Joiner, Vector, refuse_other
+from ckptool.formats.pieces import Joiner, Piece, Vector, refuse_other
 from ckptool.pickles.torch_objects import BUILDERS
 
 STEPS = "steps-differ"  # of the note
@@ -164,7 +164,7 @@ def bare(node: Any) -> Any:
 def undivided(state: Any) -> dict[str, Any]:
     """What an optimizer keeps once for a group (a `step`): a new tensor each time, as every parameter has its own."""
     return {
-        key: value.with_storage(value.storage.alone()) if isinstance(value, TensorEntry) else value
+        key: value.alone() if isinstance(value, TensorEntry) else value
         for key, value in fields(state).items()
         if not (isinstance(value, TensorEntry) and value.shape)
     }

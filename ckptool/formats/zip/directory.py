@@ -30,8 +30,9 @@ from typing import NoReturn
 from ckptool.checkpoint import Computed, Data, FileRange, Note
 from ckptool.checkpoint.files import Readable, unchanged
 from ckptool.commands import FILE, OUT, command
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted, listed
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, Truncated, Unsupported, counted
 from ckptool.facts import dataclass, field
+from ckptool.formats.marks import noted
 
 LOCAL = struct.Struct("<4s5H3I2H")  # signature, version, flags, method, time, date, crc, stored, size, name, extra
 CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -169,8 +170,7 @@ class Record:
     def contents(self, limit: int) -> bytes:
         """All of a small record, its checksum verified (unless the archive has none)."""
         if self.size > limit:
-            what = f"{self.headers.source}: {self} is {self.size:,} bytes when unpacked; the limit is {limit:,}"
-            raise LimitExceeded(what, "Real records of this kind are never that large; the file is probably malicious.")
+            raise LimitExceeded(f"{self.headers.source}: {self} is {self.size:,} bytes; the limit is {limit:,}")
         data = self.data.read(0, self.size)
         if self.sum not in (None, zlib.crc32(data)):
             self.wrong("does not match its checksum")
@@ -260,14 +260,12 @@ def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool 
     together = "\n".join(["", *archive.records])  # a quick look at 50,000 names
     seems_unsafe = any(sign in together for sign in ("..", "\\", ":", "\n/"))
     unsafe = [name for name in archive.records if re.search(LEADS_ELSEWHERE, name)] if seems_unsafe else []
-    if unsafe:
-        what = f"{counted(len(unsafe), 'record name')} could lead another program out of its folder"
-        archive.notes.append(Note("unsafe-record-names", f"{what}: {listed(unsafe, 3)}"))
+    about = "could lead another program out of its folder"
+    archive.notes += noted("unsafe-record-names", unsafe, "record name", "record names", about)
     # The highest byte of the external attributes.
-    if links := [record for record in archive.records.values() if record.central[41] >> 4 == LINK]:
-        what = f"{counted(len(links), 'record is', 'records are')} marked as symbolic links, which is ignored"
-        note = Note("symlink-records", f"{what}: {listed(links, 3)}", command("convert", FILE, out=OUT))
-        archive.notes.append(note)
+    links = (record for record in archive.records.values() if record.central[41] >> 4 == LINK)
+    words = "record is", "records are", "marked as symbolic links, which is ignored"
+    archive.notes += noted("symlink-records", links, *words, command("convert", FILE, out=OUT))
     _place_records(archive)
     if confirm and (records := archive.by_offset()):
         records[0].confirm()  # whatever the file begins with could be another file's head
@@ -313,8 +311,7 @@ def refuse_zip_behind(head: bytes, source: Readable) -> None:
     else:
         is_zip = any(size and end >= size and source.read(end - size, 4) == b"PK\x01\x02" for end in ends)
     if is_zip and sum(a == b for a, b in zip(head, b"PK\x03\x04", strict=False)) == 3:
-        what = f"{source} is a zip archive whose first bytes were damaged"
-        raise Corrupt(what, f"It begins with {head[:4].hex(' ')}.")
+        raise Corrupt(f"{source} is a zip archive that begins with {head[:4].hex(' ')}: its first bytes were damaged")
     if is_zip:
         raise Ambiguous(f"{source} begins like a different kind of file and ends like a zip archive")
 
@@ -363,8 +360,7 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
         place = f"end at byte {offset + size:,}, but its end record is at {directory_end:,}"
         raise _misplaced(source, directory_end - offset - size, f"{source}: the zip directory should {place}")
     if count > MAX_ENTRIES or size > MAX_DIRECTORY:
-        what = f"{source}: a zip directory of {entries} and {size:,} bytes"
-        raise LimitExceeded(what, f"At most {MAX_ENTRIES:,} entries and {MAX_DIRECTORY:,} bytes are read.")
+        raise LimitExceeded(f"{source}: a zip directory of {entries} and {size:,} bytes")
     archive = Archive(headers := Headers(source), offset, records_end, end_records)
     directory = source.read(offset, size)
     unpack, fixed, records, at = CENTRAL.unpack_from, CENTRAL.size, archive.records, 0
@@ -393,10 +389,9 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
             if flags & _HAS_DESCRIPTOR:  # as torch writes it
                 descriptor = DESCRIPTOR64.size if zip64 else DESCRIPTOR.size
             central = directory[at:name_at]
-            record = Record(headers, name, central, flags, method, crc, stored, size, header, zip64, descriptor)
-            records[name] = record
-            if attributes & _FOLDER:
-                _check_folder(record)
+            records[name] = Record(headers, name, central, flags, method, crc, stored, size, header, zip64, descriptor)
+            if size and (attributes & _FOLDER or name.endswith("/")):
+                raise Ambiguous(f"{source}: the record {name} is marked as a folder but has contents")
             at = name_at + n + m + k
     except (struct.error, UnicodeDecodeError):
         raise Corrupt(f"{source}: entry {len(records):,} of the zip directory is damaged") from None
@@ -405,13 +400,8 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
         raise Corrupt(f"{source}: {entries} take {at:,} bytes, not {len(directory):,}")
     if "" in records:
         raise Corrupt(f"{source}: a record has no name")
-    together = "\n".join(records) + "\n"
-    if "\0" in together or "/\n" in together:  # one search, where there are tens of thousands of names
-        for name, record in records.items():
-            if "\0" in name:
-                raise Ambiguous(f"{source}: the record name {name} holds a NUL")
-            if name.endswith("/"):
-                _check_folder(record)
+    if nul := next((name for name in records if "\0" in name), ""):
+        raise Ambiguous(f"{source}: the record name {nul} holds a NUL")
     headers.has_checksums = any(record.crc for record in records.values())
     headers.has_data_sums = any(record.crc for record in records.values() if DATA in record.name)
     return archive
@@ -430,11 +420,6 @@ def _misplaced(source: Readable, by: int, what: str) -> CkptoolError:
 
 
 # The entries ---------------------------------------------------------------------------------------------------------
-
-
-def _check_folder(record: Record) -> None:
-    if record.size:
-        raise Ambiguous(f"{record.headers.source}: the record {record} is marked as a folder but has contents")
 
 
 def _refuse_entry(archive: Archive, signature: bytes, flags: int, method: int, disk: int, name: bytes) -> NoReturn:
@@ -545,8 +530,7 @@ def _place_earlier_state(archive: Archive, pickle: Record, records: list[Record]
     returns the new ones, by offset."""
     source, end_at = archive.source, pickle.header - END.size
     if depth == MAX_EDITS:
-        what = f"{source} was edited in place more than {MAX_EDITS} times"
-        raise LimitExceeded(what, "Each of its old states would have to be read.")
+        raise LimitExceeded(f"{source} was edited in place more than {MAX_EDITS} times")
     earlier = _read_directory(source, end_at)
     if earlier.end != end_at + END.size:
         raise Ambiguous(f"{source}: the archive before the record {pickle} is not complete")

@@ -269,7 +269,7 @@ def extract(
             name = key if module in saved else f"{module}.base_layer.bias"
             entry = tuned[key]
             if key in aliases:  # PEFT looks for every name in the file, tied or not
-                entry = entry.with_storage(entry.storage.alone())
+                entry = entry.alone()
             whole_deltas[name] = Delta(MODEL, key, {"": entry}, {"": f"{MODEL}{name}"})
     if not deltas:
         what = f"nothing that differs between {names[0]} and {names[1]} is a layer's matrix: {listed(sorted(changed))}"

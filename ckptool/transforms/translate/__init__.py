@@ -264,8 +264,8 @@ def _translated_optimizer(
         what = f"{place} has state for {listed(unknown, 3)}, which no weights are called"
         raise Conflict(what, "It is unknown which of its moments the rules are for.", WITHOUT)
     beside = {slot: value for slot, value in optimizer["state"].items() if slot not in keys}
-    state = {name: by_name[name] for name in root.kept if name in by_name}
-    renamed = {name: [name] for name in root.kept} | {name: [] for name in (*root.dropped, *root.unfilled)}
+    state = dict[Any, Any]()
+    renamed: dict[Any, list[Any]] = {name: [] for name in (*root.dropped, *root.unfilled)}
     places = {slot: number for number, slot in enumerate(slots.slots)}  # by which torch knows them, not by name
     order = dict(places)
     for step in root.steps:
@@ -317,8 +317,8 @@ def _step_slots(step: Step, state: Mapping[str, Any], root: TranslatedRoot, plac
             for name in step.outputs:
                 new_slots[name][field] = moments[name]
         elif all(_is_number_in_both(value, values[0]) for value in values):
-            for name in step.outputs:
-                new_slots[name][field] = values[0]
+            for name in step.outputs:  # one for each, as torch counts steps in place
+                new_slots[name][field] = values[0].alone() if isinstance(values[0], TensorEntry) else values[0]
         else:
             what = f"{place}: {field!s} of {step.keys[0]} does not have its shape"
             raise Unsupported(what, "It is unknown how the rules would apply to it.", WITHOUT)
