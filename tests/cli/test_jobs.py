@@ -134,7 +134,7 @@ def test_numbers_that_cannot_be_meant(jobs: str, tmp_path: Path, capfd: pytest.C
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
     with pytest.raises(UsageError, match=f"jobs takes a number from 1 to {MAX_JOBS}, or dask:.*, not 0"):
         ckptool.scan(tmp_path, jobs=0)
-    with pytest.raises(UsageError, match="dask:.*, not more$"):
+    with pytest.raises(UsageError, match="not more"):
         ckptool.scan(tmp_path, jobs=10**5_000)
 
 
