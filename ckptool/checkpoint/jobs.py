@@ -32,12 +32,13 @@ ENDS = {signal.SIGTERM, signal.SIGHUP}
 
 def checked_jobs(jobs: Jobs) -> Jobs:
     """The workers for many files, checked; raises `UsageError` for anything that is not `Jobs`."""
-    jobs = int(jobs) if isinstance(jobs, str) and jobs.isdecimal() else jobs
+    jobs = int(jobs) if isinstance(jobs, str) and jobs.isdecimal() and len(jobs) < 10 else jobs
     is_number = isinstance(jobs, int) and 1 <= jobs <= MAX_JOBS
     if is_number or hasattr(jobs, "submit") or (isinstance(jobs, str) and jobs.startswith(DASK)):
         return jobs
     example = min(MAX_JOBS, max(2, os.cpu_count() or 2))
-    what = f"{arg('jobs')} takes a number from 1 to {MAX_JOBS}, or {DASK}HOST:PORT, not {jobs}"
+    value = "more" if isinstance(jobs, int) and jobs > MAX_JOBS else f"{jobs!s:.60}"
+    what = f"{arg('jobs')} takes a number from 1 to {MAX_JOBS}, or {DASK}HOST:PORT, not {value}"
     why = "A number is how many processes work at a time; an address is that of a dask scheduler."
     raise UsageError(what, why, f"For example: {arg(jobs=example)}")
 

@@ -54,6 +54,8 @@ class AcceleratorCheckpoints:
         self.step = self.epoch = 0
         self._fetches, self._loader, self._marked = Fetches(), None, False
         self._lock: Lock | None = None
+        self._models = Objects({f"model {number}": model for number, model in enumerate(accelerator._models)})
+        self._flags: dict[str, Any] = {}  # of a checkpoint, until the first batch after it
         self._fetches.generators |= self.objects.generators
         if accelerator.is_main_process:
             make_folder(self.folder)
@@ -68,7 +70,7 @@ class AcceleratorCheckpoints:
             self.objects.refuse_others(tree, newest.path)
             accelerator.load_state(newest.path)
             self.objects.restore(tree, newest.path)
-            self.step, self.epoch = tree["step"], tree["epoch"]
+            self.step, self.epoch, self._flags = tree["step"], tree["epoch"], tree.get("flags", {})
             accelerator.project_configuration.iteration = self.step + 1
             self._rotate()  # the process may have been killed between its last save and this
 
@@ -81,6 +83,7 @@ class AcceleratorCheckpoints:
         if (steps is None) == (epochs is None):
             raise UsageError("batches takes exactly one of steps and epochs", "", "batches(loader, epochs=5)")
         self._loader = loader
+        self._models.set_flags(self._flags)
         while (epochs is None or self.epoch < epochs) and (steps is None or self.step < steps):
             if callable(getattr(loader, "set_epoch", None)):
                 loader.set_epoch(self.epoch)
@@ -122,6 +125,7 @@ class AcceleratorCheckpoints:
                     if name.startswith("dl_state_dict"):  # `batches` goes back to the place by itself
                         os.unlink(os.path.join(temporary, name))
                 tree = {"step": self.step, "epoch": self.epoch + is_epoch_end, "ranks": ranks, **self.objects.state({})}
+                tree["flags"] = self._models.flags()
                 tree["generators"], path = sorted(self.objects.generators), os.path.join(temporary, _OURS)
                 commit_file(to_cpu(tree), path, path + ".json", {"step": self.step}, {})
         self._rotate()

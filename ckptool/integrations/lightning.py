@@ -87,7 +87,7 @@ class ExactResume(Callback):
     def __init__(self) -> None:
         self._fetches = Fetches()
         self._trained: rng.State | None = None
-        self._has_noted = False
+        self._noted: set[str] = set()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Has the random states with which batches are fetched noted, from before the first iterator is made."""
@@ -107,12 +107,16 @@ class ExactResume(Callback):
         loop = trainer.fit_loop
         progress, loaders = loop.epoch_loop.batch_progress, loop._combined_loader.flattened
         inside = progress.current.ready > 0 and not progress.is_last_batch
-        if inside and loop._should_accumulate() and trainer.is_global_zero and not self._has_noted:
-            self._has_noted = True
-            to_stderr(
-                "a checkpoint was saved inside gradient accumulation. The gradients so far are not in it, and a run "
-                "that resumes from it differs: save every so many steps, ModelCheckpoint(every_n_train_steps=…)"
-            )
+        follows = any(schedule.reduce_on_plateau for schedule in trainer.lr_scheduler_configs)
+        notes = {
+            "inside gradient accumulation. The gradients so far are not in it, and a run that resumes from it differs: "
+            "save every so many steps, ModelCheckpoint(every_n_train_steps=…)": inside and loop._should_accumulate(),
+            "at the end of an epoch, before ReduceLROnPlateau, which Lightning leaves out where it resumes: save in "
+            "steps that do not end one, ModelCheckpoint(every_n_train_steps=…)": progress.is_last_batch and follows,
+        }
+        for words in {words for words, is_so in notes.items() if is_so and trainer.is_global_zero} - self._noted:
+            self._noted.add(words)
+            to_stderr(f"a checkpoint was saved {words}")
         # A loader without a length is read ahead: its place is behind a batch that was not trained on.
         resumes = all(map(has_state, loaders)) and not getattr(loop._data_fetcher, "batches", None)
         if not (inside and resumes):
@@ -144,6 +148,10 @@ class ExactResume(Callback):
         if self._fetches.saved is not None:
             rng.restore(self._fetches.saved["start"], self._fetches.generators)
             self._fetches.saved = None
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Has ReduceLROnPlateau advance, which Lightning leaves out at the end of an epoch that was resumed inside."""
+        trainer.fit_loop._restarting = False
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         """Notes the random state for after validation."""

@@ -115,19 +115,6 @@ def generators_of(loader: Any) -> dict[str, Any]:
     return generators
 
 
-def _length_of(loader: Any) -> int | None:
-    """The batches of an epoch; None where the loader does not know it."""
-    with suppress(TypeError, NotImplementedError):
-        return len(loader)
-    return None
-
-
-def epochs_of(loader: Any) -> list[str]:
-    """The attributes `epoch` of a loader's parts with `set_epoch`, by their paths: `loader.sampler.epoch`."""
-    names = [name for name, part in parts_of(loader).items() if callable(getattr(part, "set_epoch", None))]
-    return [f"{name}.epoch" if name == "loader" else f"loader.{name}.epoch" for name in names]
-
-
 def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]:
     """The rest of the batches of a run's current epoch. saved: the random state to continue with.
 
@@ -139,7 +126,9 @@ def batches_of(run: Run, loader: Any, saved: rng.State | None) -> Generator[Any]
     elif saved is not None:
         run._restore_random(saved, generators)
     position.start = run._capture(generators)
-    length, position.length = position.length, _length_of(loader)
+    length, position.length = position.length, None
+    with suppress(TypeError, NotImplementedError):  # it may not know it
+        position.length = len(loader)
     if skipped and length != position.length and length and position.length:
         run._say_once(
             f"the loader has {counted(position.length, 'batch', 'batches')}, and had {length:,} when this epoch began: "
@@ -221,20 +210,22 @@ _WORKING: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @contextmanager
 def workers_spared() -> Iterator[None]:
-    """Blocks signals in the workers of every loader that starts: a script's validation needs its workers to the end."""
+    """Starts the workers of every loader afresh, also inside of functions and wrappers, and for a validation, which
+    needs them to its end: so signals are blocked in them."""
     loaders: Any = torch.utils.data.DataLoader
-    begin = loaders._get_iterator
-    loaders._get_iterator = lambda loader: _spared(loader, begin)
+    begin = loaders.__iter__
+    loaders.__iter__ = lambda loader: _spared(loader, begin)
     try:
         yield
     finally:
-        loaders._get_iterator = begin
+        loaders.__iter__ = begin
 
 
 def _spared(loader: Any, begin: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-    """The iterator that `begin` makes of a loader, with signals blocked in its workers."""
+    """The iterator that `begin` makes of a loader, with workers of its own, in which signals are blocked."""
     if not getattr(loader, "num_workers", 0):
         return begin(loader)
+    make_ready(loader)
     with signals_blocked():
         batches = begin(loader)
     _WORKING.add(batches)

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import torch
 from ckptool.bridge.user_code import call_user_code
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import arg
-from ckptool.errors import CkptoolError, MissingExtra, UsageError
+from ckptool.errors import CkptoolError, MissingExtra
 from ckptool.training.config import Profile
 from ckptool.training.extensions import Choice, numbers
 from ckptool.training.parallel import is_divided
@@ -34,26 +33,13 @@ class Hooks:
 
     A hook is a class, or a function that makes one, with any of: attach(trainer), after_backward(trainer, model) and
     facts() that give numbers for the next line, after_step(trainer), logged(trainer, fact), ended(trainer). Raises
-    `UsageError` for one with none of them, or with one that is misspelt.
+    `UsageError` for one with none of them.
     """
 
     def __init__(self, names: list[str], progress: Progress | None = None) -> None:
         self.progress = progress
         self.numbers: dict[str, dict[str, Any]] = {}
         self.hooks: list[tuple[str, Any]] = [(name, HOOKS.make(name, {})) for name in names]
-        for name, hook in self.hooks:
-            methods = [key for key in dir(type(hook)) if key[0] != "_" and callable(getattr(type(hook), key))]
-            for method in {*methods} - {*METHODS}:
-                near = get_close_matches(method.removeprefix("on_"), METHODS, 1, 0.75)
-                if near and not hasattr(hook, near[0]):
-                    raise UsageError(
-                        f"hooks: {name} has a method {method}, which would never be called",
-                        f"The methods of a hook are {', '.join(METHODS)}.",
-                        f"Did you mean {near[0]}? If not, begin its name with an underscore.",
-                    )
-            if not any(hasattr(hook, method) for method in METHODS):
-                what = f"hooks: {name} returned {type(hook).__name__}, none of whose methods would be called"
-                raise UsageError(what, "", HOOKS.typed)
 
     def call(self, method: str, *args: Any) -> None:
         """Calls a method of every hook that has it, and keeps the numbers that it returns for the next line.
@@ -217,4 +203,5 @@ HOOKS = Choice(
     "hooks",
     f"is called without arguments and gives an object with any of the methods {', '.join(METHODS)}",
     {"grad_norm": GradNorm, "activation_stats": ActivationStats},
+    gives=("an object with one of these methods", lambda hook: any(hasattr(hook, method) for method in METHODS)),
 )

@@ -1,7 +1,7 @@
 """Finds what changes while a model trains, to name what is in no state dict: generators, buffers, counters, the order
 of a sampler.
 
-`snapshot` goes from named objects through attributes, containers, closures and suspended generators, and names what it
+`reachable` goes from named objects through attributes, containers, closures and suspended generators, and names what it
 meets by its owner: `dataset.rng`. It runs none of their code: no property, no `__getattr__`, no `__repr__` of theirs.
 This module imports nothing of ckptool, and torch only if the program has: `prove` loads it into any interpreter.
 """
@@ -32,26 +32,20 @@ DEPTH = 4  # of nested containers up to which they are one value
 GENERATOR, BUFFER, NOT_PERSISTENT = "generator", "buffer", "non-persistent buffer"
 MODULE_ATTRIBUTE, ATTRIBUTE, VALUE = "module attribute", "attribute", "value"
 
-_SCALARS = frozenset((int, float, complex, bool, str, bytes, type(None)))
+_SCALARS = frozenset((int, float, complex, bool, str, bytes, type(None), count))
 _ITEMS = frozenset((list, tuple, set, frozenset, deque, range))
 _MAPPINGS = frozenset((dict, OrderedDict, defaultdict, Counter))
-_OPAQUE = frozenset((types.ModuleType, types.CodeType, type))
+_OPAQUE = frozenset((types.ModuleType, types.CodeType))
 # Modules of C types whose parts have no names: what they refer to goes by the name of the container.
 _UNNAMED = ("builtins", "itertools", "functools", "collections", "_collections")
 
 
-def snapshot(objects: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> `KIND: DIGEST` of all that can change and is reachable from the objects; short values are not digested.
+def reachable(objects: Mapping[str, Any], seen: dict[int, Any] | None = None) -> tuple[dict[str, str], dict[str, Any]]:
+    """A snapshot: name -> `KIND: DIGEST` of all that can change and is reachable from the objects; short values are not
+    digested. And name -> object for all objects that were met on the way.
 
     Left out: parameters, the global generators of libraries (see `random_states`), `SystemRandom`, activations, the
     state of optimizers, and what cannot be read. Bounded by `MAX_OBJECTS`; never raises.
-    """
-    return reachable(objects)[0]
-
-
-def reachable(objects: Mapping[str, Any], seen: dict[int, Any] | None = None) -> tuple[dict[str, str], dict[str, Any]]:
-    """A snapshot, and name -> object for all objects that were met on the way.
-
     seen: objects to skip, by id; those that were met are added.
     """
     entries: dict[str, str] = {}
@@ -62,7 +56,9 @@ def reachable(objects: Mapping[str, Any], seen: dict[int, Any] | None = None) ->
         name, value, kind = queue.popleft()
         with suppress(Exception):
             if (text := plain_text(value)) is None:
-                if id(value) in seen or type(value) in _OPAQUE or issubclass(type(value), type):
+                is_class = issubclass(type(value), type)  # of those only the program's own, by their variables
+                is_opaque = (name not in objects or _is_library(value)) if is_class else type(value) in _OPAQUE
+                if id(value) in seen or is_opaque:
                     continue
                 seen[id(value)] = value
                 reached.setdefault(name, value)
@@ -95,11 +91,6 @@ def unsaved(before: Mapping[str, str], after: Mapping[str, str], saved_names: Co
     # A part of `model`, and of `model.bn`, is `model.bn.count`.
     owners = {name: [name, *(name[:at] for at, letter in enumerate(name) if letter in ".[#")] for name in moved}
     return {name: kind_of(after[name]) for name in moved if not any(owner in saved_names for owner in owners[name])}
-
-
-def saved_names(states: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """The names in the state dicts of modules, as `unsaved` takes them. states: by the modules' names."""
-    return {f"{name}.{key}".removesuffix("._extra_state") for name, state in states.items() for key in state}
 
 
 def random_states() -> dict[str, str]:
@@ -147,9 +138,7 @@ def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
     Of a library's class only public attributes and slots; of an optimizer nothing of its state.
     """
     kind: Any = type(value)
-    # Private attributes of a library's class are internals: buckets, iterators, locks.
-    library = str(kind.__module__).partition(".")[0]
-    hidden = library in ("torch", "torchdata", "numpy", "ckptool") or library in sys.stdlib_module_names
+    hidden = _is_library(kind)  # its private attributes are internals: buckets, iterators, locks
     if _is(value, "torch.nn", "Module"):
         attributes = vars(value)
         passing = attributes.get("_non_persistent_buffers_set", ())
@@ -166,6 +155,7 @@ def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
                 yield f"{name}.{free}", cell.cell_contents, ATTRIBUTE
         for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
             yield name, default, ATTRIBUTE
+        yield from ((f"{name}.{key}", part, ATTRIBUTE) for key, part in vars(value).items())
     elif kind in (types.MethodType, types.BuiltinMethodType):
         yield name, value.__self__, ATTRIBUTE
     elif kind is functools.partial:
@@ -259,6 +249,12 @@ def _state_bytes(state: Any) -> bytes:
 # Libraries -----------------------------------------------------------------------------------------------------------
 
 
+def _is_library(kind: type) -> bool:
+    """True for a class of the libraries whose insides are known."""
+    library = str(kind.__module__).partition(".")[0]
+    return library in ("torch", "torchdata", "numpy", "ckptool") or library in sys.stdlib_module_names
+
+
 def _is(value: Any, module: str, name: str) -> bool:
     """True for an instance of a library's class, if the library is imported. Asks the type, not the object."""
     return (kind := getattr(sys.modules.get(module), name, None)) is not None and kind in type(value).__mro__
@@ -266,4 +262,4 @@ def _is(value: Any, module: str, name: str) -> bool:
 
 @functools.cache
 def _of_every_module() -> frozenset[str]:
-    return frozenset(vars(sys.modules["torch"].nn.Module()))
+    return frozenset(vars(sys.modules["torch"].nn.Module())) - {"training"}

@@ -18,7 +18,7 @@ from bisect import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -103,12 +103,6 @@ class World:
     def first(self, work: Callable[[], Any]) -> Any:
         """The result of `work` in the first process, in all of them; what it raises there is raised in all."""
         return self.each(lambda: work() if self.is_first else None)[0]
-
-    def with_own_group(self) -> World:
-        """The same processes in another process group, on the CPU, for a thread that saves while they train."""
-        if not self.distributed:
-            return self
-        return replace(self, device=torch.device("cpu"), group=torch.distributed.new_group(backend="gloo"))
 
 
 def device_of(name: str, key: str = "device") -> torch.device:

@@ -200,12 +200,6 @@ class Run:
         refuse_not_plain(value, f"run[{name!r}]")
         self.values[name] = value
 
-    def __getattr__(self, name: str) -> Any:
-        why = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name == "due":
-            why = "`run.due` is gone: run.save(every=500, val=evaluate) marks, and calls evaluate when it is due"
-        raise AttributeError(why, name=name, obj=self)
-
     def __contains__(self, name: object) -> bool:
         return name in self.values
 
@@ -263,6 +257,7 @@ class Run:
             "data_state": {**point.place, "ended": self._ended, "renewing": sorted(self._window.renewing)},
             "values": self.values,
             "options": self._options,
+            "flags": self.objects.flags(),
         }
 
     def _restore(self, saved: SavedState) -> None:
@@ -300,7 +295,8 @@ class Run:
         self._drawn = set(rank["now"]) - {"generators"}
         self.position.restore(tree["data_state"], rank)
         values, self._goes_on = to_cpu(tree["values"], copied=True), False
-        self._resumed = _Resumed(where, values, self._capture(self.objects.generators), self.objects.options())
+        random, objects = self._capture(self.objects.generators), self.objects
+        self._resumed = _Resumed(where, values, random, objects.options(), objects.flags())
         self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
 
     def _take(self, tree: dict[str, Any], where: str) -> None:
@@ -308,6 +304,7 @@ class Run:
         keys = ["values", *(name + SUFFIX for name in self.objects.others)]
         copied = to_cpu({key: tree[key] for key in keys}, copied=True)  # they would keep the file mapped
         self.objects.restore({**tree, **copied}, where)
+        self.objects.set_flags(tree.get("flags", {}))
         self.values = copied["values"]
 
     # The loop ----------------------------------------------------------------------------------------------------
@@ -503,29 +500,37 @@ class Run:
         """When the loop of a resumed process begins: undoes and reports what the script did since `Run(…)`."""
         if (resumed := self._resumed) is None:
             return
+        inside, options = nested and self.position.batch > 0, self.objects.options()
         changed = [name for name, saved in resumed.values.items() if not rng.same(self.values[name], saved)]
-        for name in sorted(changed):
-            self.values[name] = to_cpu(resumed.values[name], copied=True)
+        self.values |= {name: to_cpu(resumed.values[name], copied=True) for name in changed}
+        objects = [name for name, groups in options.items() if groups != resumed.options[name]]
+        self.objects.set_flags(resumed.flags)
+        names = [f"an option of {printable(name)}" for name in objects if inside or name in resumed.flags]
+        for what in [*(f"run[{name!r}]" for name in sorted(changed)), *names]:
             self._say_once(
-                f"run[{name!r}] was set between ckptool.Run(…) and the loop, but this run is resumed: the saved value "
-                f"is used; write: if not run.resumed: run[{name!r}] = …"
-            )
-        inside = nested and self.position.batch > 0
-        options = self.objects.options() if inside else {}
-        if names := [printable(name) for name, groups in options.items() if groups != resumed.options[name]]:
-            self._say_once(
-                f"an option of {listed(names)} was set between ckptool.Run(…) and the loop, but this run is resumed "
-                "inside an epoch: the saved value is used; set it in a step of the loop"
+                f"{what} was set between ckptool.Run(…) and the loop, but this run is resumed: the saved value is "
+                "used; set it in a step of the loop, or only if not run.resumed"
             )
         if self.position.epoch if nested else self.step:
             self._say_counted()
         self._resumed = resumed._replace(random=None) if inside else None
+        for module in self.objects.modules.values() if inside else ():
+            self._caught.callback(module.register_forward_pre_hook(self._note_call).remove)
         now = self._capture(self.objects.generators)
         if self._seed is None and resumed.random is not None and rng.moved(now, resumed.random):
             self._say_once(
                 "random numbers were drawn, or an iterator of data begun, between ckptool.Run(…) and the first step of "
                 "this resumed process. A batch that was fetched there is not the one that the stopped process had: "
                 'keep it, run["batch"] = batch, and begin with: batch = run["batch"] if run.resumed else …'
+            )
+
+    def _note_call(self, module: nn.Module, inputs: Any) -> None:
+        """A module is called, in a process that resumed inside an epoch: told if that is before the batches of it."""
+        if not torch.compiler.is_compiling() and self._resumed is not None:
+            self._say_once(
+                "a model was called in the body of run.epochs before its batches, by a process that resumed inside the "
+                "epoch, and so with later weights. What it gave, and the epoch needs, has to be a value of the run, "
+                'run["labels"] = labels, used as run["labels"] in the steps, or for the data: run.batches(lambda: …)'
             )
 
     def _say_counted(self) -> None:
@@ -717,6 +722,7 @@ class _Resumed(NamedTuple):
     values: dict[str, Any]
     random: rng.State | None
     options: dict[str, list[dict[str, Any]]]
+    flags: dict[str, Any]
 
 
 def _world(objects: Objects) -> World:

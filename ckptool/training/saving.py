@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,8 +54,9 @@ class Saver:
         self.world.each(lambda: moved.append(move(gather())))
         tree = moved[0]
         divided = has_divided(tree)
-        if divided and self._staging and self._writers is self.world:
-            self._writers = self.world.with_own_group()
+        if divided and self._staging and self._writers is self.world and self.world.distributed:
+            group = torch.distributed.new_group(backend="gloo")  # of the thread: the processes train meanwhile
+            self._writers = replace(self.world, device=torch.device("cpu"), group=group)
         writes = self.world.is_first or divided
         if self._staging is None:
             self.world.each(lambda: self._commit(step, tree, facts) if writes else None)

@@ -23,9 +23,9 @@ from torch import nn
 from ckptool.bridge.modules import unwrapped
 from ckptool.errors import listed, printable
 from ckptool.training import moving
-from ckptool.training.batches import epochs_of, parts_of
+from ckptool.training.batches import parts_of
 from ckptool.training.rng import is_generator
-from ckptool.training.state import SETTING, Objects, Schedule
+from ckptool.training.state import Objects, Schedule
 
 if TYPE_CHECKING:
     from ckptool.training.run import Run
@@ -37,7 +37,6 @@ _HOW = {  # what to write, by the kind of what changes; for attributes and buffe
     moving.MODULE_ATTRIBUTE: "make it a buffer, or give the module get_extra_state() and set_extra_state()",
     moving.ATTRIBUTE: "if a later step needs it, give {owner} state_dict() and load_state_dict(), and give it to Run: "
     "ckptool.Run(…, data={owner})",
-    SETTING: "set it in every epoch or step, by run.epoch or run.step",
     VARIABLE: 'if a later step needs it, write run["{short}"] in place of {name}',
 }
 _LIBRARY = re.compile(rf"<frozen|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\\\](?:site|dist)-packages[/\\\\]")
@@ -77,6 +76,8 @@ class Looks:
                 "and its state is not saved; write: ckptool.Run(…, optimizer=optimizer), or hold its state in the "
                 "state_dict() of what is given"
             )
+        if run._window.is_adding:
+            yield "gradients are added to those of earlier steps, which no checkpoint has; call optimizer.zero_grad()"
         self.saves += 1
         if self.saves & (self.saves - 1):
             return
@@ -92,7 +93,7 @@ class Looks:
                 "run.batches(loader); a file's lines to run.log, else they come twice"
             )
         skipped: dict[int, Any] = {id(run): run}
-        current = {**moving.reachable(named, skipped)[0], **objects.requires_grad()}
+        current, objects_met = moving.reachable(named, skipped)
         skipped |= {id(each): each for each in unsaved.values()}  # which were reported above
         carried, plain, mutable = variables_left()
         mutable = {name: value for name, value in mutable.items() if id(value) not in skipped}
@@ -105,6 +106,7 @@ class Looks:
         modules = objects.modules.values()
         addresses = {_memory_of(each) for module in modules for each in (*module.parameters(), *module.buffers())}
         entries, reached = moving.reachable({**mutable, **plain, **carried}, skipped)
+        objects_met |= reached
         kinds: dict[str, list[str]] = {}
         for name, entry in entries.items():
             # A model's tensor under another name, as in a state dict of it, is saved with the model.
@@ -120,10 +122,17 @@ class Looks:
         ids = {name: id(value) for name, value in {**mutable, "loader": loader}.items()}
         rebound = {name for name, number in self.ids.items() if ids.get(name) != number}
         before = {name: entry for name, entry in self.entries.items() if re.split(r"[.\[#]", name)[0] not in rebound}
-        saved = moving.saved_names({name: value.state_dict() for name, value in objects.modules.items()})
-        saved |= {*generators, *(objects.named.keys() - objects.modules.keys()), *epochs_of(loader)}
+        keys = [f"{name}.{key}" for name, module in objects.modules.items() for key in module.state_dict()]
+        saved = {
+            *(key.removesuffix("._extra_state") for key in keys),
+            *generators,
+            *(objects.named.keys() - objects.modules.keys()),
+        }
+        for name, part in objects_met.items():
+            saved |= {f"{name}.epoch"} if callable(getattr(type(part), "set_epoch", None)) else set()
+            saved |= {f"{name}.training"} if issubclass(type(part), nn.Module) else set()
         for name, kind in moving.unsaved(before or current, current, saved).items():
-            owner = re.split(r"[\[#]", name.removeprefix(f"{SETTING} "))[0]  # an item goes by the name of its container
+            owner = re.split(r"[\[#]", name)[0]  # an item goes by the name of its container
             if owner not in self.noted:
                 self.noted.add(owner)
                 kinds.setdefault(kind, []).append(printable(owner))
@@ -182,7 +191,8 @@ def _has_state(name: str, value: Any) -> bool:
             and not value.gi_running
             and not value.gi_code.co_filename.startswith(moving.OURS)
         )
-    if issubclass(kind, (itertools.cycle, torch.utils.data.dataloader._BaseDataLoaderIter)):
+    is_iterator = str(kind.__module__) in ("builtins", "itertools") and hasattr(kind, "__next__")
+    if is_iterator or issubclass(kind, torch.utils.data.dataloader._BaseDataLoaderIter):
         return True
     if kind in (io.TextIOWrapper, io.BufferedWriter):
         return not value.closed and value.writable() and value.fileno() > 2
@@ -229,21 +239,18 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         is_module = frame.f_locals is frame.f_globals or frame.f_code.co_name == "<module>"
         for name, value in frame.f_locals.items():
             is_known = name in carried or name in plain or name in mutable
-            if is_known or name.startswith("_") or not _is_of_script(type(value)):
+            kind = value if issubclass(type(value), type) else type(value)
+            if is_known or name.startswith("_") or not _is_of_script(kind):
                 continue
             is_inner, is_used = uses.get(name, (False, False))
             is_fixed = issubclass(type(value), _FIXED)
-            is_used |= name in uses and name in used_later and _holds_weights(value)
+            if name in uses and name in used_later and issubclass(type(value), dict):  # a copy of a state dict
+                is_used |= any(isinstance(item, torch.Tensor) for item in value.values())
             if is_used or (is_module and name not in uses and is_fixed):
                 (carried if is_used and name not in frame.f_code.co_consts else plain)[name] = _detached(value)
             elif not is_inner and not is_fixed:
                 mutable[name] = value
     return carried, plain, mutable
-
-
-def _holds_weights(value: Any) -> bool:
-    """True for a copy of a state dict."""
-    return isinstance(value, dict) and any(isinstance(item, torch.Tensor) for item in value.values())
 
 
 def _parameters_of(objects: Objects) -> dict[str, Any]:
@@ -254,7 +261,7 @@ def _parameters_of(objects: Objects) -> dict[str, Any]:
 
 def _texts(values: list[Any]) -> set[str]:
     """The entries of these values and of their parts in a snapshot, without their kinds."""
-    entries = moving.snapshot({str(number): value for number, value in enumerate(values)})
+    entries = moving.reachable({str(number): value for number, value in enumerate(values)})[0]
     return {entry.partition(": ")[2] for entry in entries.values()}
 
 

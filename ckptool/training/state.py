@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +25,8 @@ from ckptool.training.saving import plain_state, refuse_not_plain, to_cpu
 Optimizer = torch.optim.Optimizer
 Schedule = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 _KINDS = (nn.Module, Optimizer, *Schedule, GradScaler)
-SUFFIX, SETTING = "_state_dict", "requires_grad"
+SUFFIX = "_state_dict"
+FLAGS: Any = (("training", nn.Module.named_modules), ("requires_grad", nn.Module.named_parameters))
 
 
 class Objects:
@@ -211,10 +213,19 @@ class Objects:
                     "Give the module: ckptool.Run(…, model=model); or torch.nn.ParameterList([parameter])",
                 )
 
-    def requires_grad(self) -> dict[str, str]:
-        """Which parameters are trained, in the form of `moving.snapshot`: no state dict has this."""
-        named = ((label, *each) for label, module in self.modules.items() for each in module.named_parameters())
-        return {f"{SETTING} {label}.{key}": f"{SETTING}: {parameter.requires_grad}" for label, key, parameter in named}
+    def flags(self) -> dict[str, Any]:
+        """What no state dict has of modules: flag -> the parts or parameters for which it is False."""
+        return {
+            label: {flag: [name for name, part in parts(module) if not getattr(part, flag)] for flag, parts in FLAGS}
+            for label, module in self.modules.items()
+        }
+
+    def set_flags(self, saved: Mapping[str, Any]) -> None:
+        """Sets what `flags` gave."""
+        for label, (flag, parts) in itertools.product(saved, FLAGS):
+            cleared = set(saved[label][flag])
+            for name, part in parts(self.modules[label]):
+                setattr(part, flag, name not in cleared)
 
     def optimizer_without_its_schedule(self) -> str:
         """The name of an optimizer whose schedule was not given; empty for none."""
@@ -223,19 +234,16 @@ class Objects:
         return next((name for name, group in self._groups() if "initial_lr" in group), "")
 
     def options(self) -> dict[str, list[dict[str, Any]]]:
-        """The plain options of every optimizer's groups (`lr`, `fused`) and every schedule (`T_max`), as the script set
-        them."""
+        """The plain options of every optimizer's groups (`lr`, `fused`) and every schedule (`T_max`), and what of every
+        module is frozen, as the script set them."""
         groups: dict[str, list[dict[str, Any]]] = {name: each.param_groups for name, each in self.of(Optimizer).items()}
         groups |= {name: [vars(each)] for name, each in self.of(Schedule).items()}
+        groups |= {name: [{"frozen": listed(off["requires_grad"], 3) or "none"}] for name, off in self.flags().items()}
+        plain = (int, float, bool, str, tuple, Counter, type(None))
         return {
-            name: [{key: value for key, value in group.items() if _is_option(key, value)} for group in each]
+            name: [{k: v for k, v in group.items() if not k.startswith("_") and type(v) in plain} for group in each]
             for name, each in groups.items()
         }
-
-
-def _is_option(key: str, value: Any) -> bool:
-    """True for a plain value that an optimizer or a schedule was made with."""
-    return not key.startswith("_") and type(value) in (int, float, bool, str, tuple, Counter, type(None))
 
 
 def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
@@ -270,6 +278,7 @@ class Window:
         self._stepped: set[int] = set()  # the optimizers, by index, that stepped in this body
         self.zeroed: set[int] = set()  # those whose gradients were zeroed in place
         self.renewing: set[int] = set()  # of several, those that start afresh; saved, as saves depend on it
+        self.is_adding = False  # an optimizer stepped by gradients that were added to those of its last step
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
         this = weakref.ref(self)
@@ -293,6 +302,9 @@ class Window:
         else:
             self._counts[index] += 1
             self._stepped.add(index)
+            for key, gradient in itertools.islice(_gradients(optimizer), 1):  # the first speaks for all
+                # One change since it was used is a backward pass; to zero it would have been another.
+                self.is_adding |= self._changes(key, gradient) == 1 and _has_values(gradient)
             if len(self._optimizers) > 1:
                 gradients = _gradients(optimizer)
                 remained = any(key in self._initial and self._initial[key]() is gradient for key, gradient in gradients)
@@ -328,14 +340,13 @@ class Window:
     @property
     def is_open(self) -> bool:
         """True if an optimizer has gradients that it has yet to use. A step that a scaler skipped counts as a use."""
-        if self._updates() != self._scaled:
-            return False
-        for key, gradient in _gradients(*self._optimizers):
-            used, version = self._used.get(key, (None, 0))
-            is_new = used is None or used() is not gradient or version != gradient._version
-            if is_new and bool(local(gradient._values() if gradient.is_sparse else gradient).any()):
-                return True
-        return False
+        gradients = _gradients(*self._optimizers) if self._updates() == self._scaled else ()
+        return any(self._changes(key, gradient) != 0 and _has_values(gradient) for key, gradient in gradients)
+
+    def _changes(self, parameter: int, gradient: torch.Tensor) -> int | None:
+        """How often a gradient was changed since its optimizer used it; None if that never did."""
+        used, version = self._used.get(parameter, (None, 0))
+        return gradient._version - version if used is not None and used() is gradient else None
 
     def _updates(self) -> int:
         """How often the scalers were updated in this process, also after a step that they skipped."""
@@ -348,6 +359,11 @@ def _gradients(*optimizers: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     parameters = (parameter for group in groups for parameter in group["params"])
     return ((id(parameter), parameter.grad) for parameter in parameters if parameter.grad is not None)
+
+
+def _has_values(gradient: torch.Tensor) -> bool:
+    """True for a gradient that is not zero everywhere in this process."""
+    return bool(local(gradient._values() if gradient.is_sparse else gradient).any())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

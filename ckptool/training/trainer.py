@@ -153,7 +153,8 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
     if missing := [phase.model for phase in task.phases if phase.model not in config.models]:
         what = f"task: {config.task} trains the model {missing[0]!r}, but there is no such model"
         raise UsageError(what, f"Available: {', '.join(config.models)}.")
-    per_epoch = any(each.schedule is not None and each.schedule.per == "epoch" for each in config.optim.values())
+    planned = {name: settings.schedule for name, settings in config.optim.items() if settings.schedule is not None}
+    per_epoch = any(schedule.per == "epoch" for schedule in planned.values())
     if not data.epoch_count and (config.train.epochs or config.eval.every == "epoch" or per_epoch):
         what = f"data: {config.data.name} has no length, so the steps of an epoch cannot be counted"
         raise UsageError(what, "", f"Give it __len__, or count in steps: {arg(set='train.steps=NUMBER')}")
@@ -173,7 +174,7 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         updates[name] = Update(built, optims, settings.clip)
     for words in skipped:
         say(words)
-    trainer = Trainer(
+    return Trainer(
         config,
         world,
         data,
@@ -182,21 +183,12 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         runners={name: wrapped(model, config, world) for name, model in models.items()},
         optimizers=optimizers,
         updates=updates,
-        schedules={},
+        schedules={key: optim.build_schedule(each, planned[key]) for key, each in optimizers.items() if key in planned},
         scaler=torch.amp.GradScaler(world.device.type) if config.train.precision == "fp16" else None,
         averages={name: Average(model, config.train.ema) for name, model in models.items()} if config.train.ema else {},
         freezing=freezing,
         skipped=skipped,
     )
-    for name, optimizer in optimizers.items():
-        if (planned := config.optim[name].schedule) is not None:
-            schedule = trainer.schedules[name] = optim.build_schedule(optimizer, planned)
-            length = (
-                trainer.total_steps if planned.per == "step" else -(-trainer.total_steps // trainer.steps_per_epoch)
-            )
-            if words := optim.ends_early(schedule, planned, length, f"optim.{name}.schedule"):
-                say(words)
-    return trainer
 
 
 @contextmanager

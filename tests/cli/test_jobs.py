@@ -124,7 +124,7 @@ def test_what_comes_after_a_failure_is_done_or_as_it_was(tmp_path: Path, capfd: 
     assert all(torch.load(tmp_path / name)["module.a"].equal(torch.ones(3, dtype=torch.bfloat16)) for name in changed)
 
 
-@pytest.mark.parametrize("jobs", ["0", "-1", "100000", "two", ""])
+@pytest.mark.parametrize("jobs", ["0", "-1", "100000", "9" * 5_000, "two", ""])
 def test_numbers_that_cannot_be_meant(jobs: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     saved({"a": torch.ones(3)}, tmp_path / "a.pt")
     for words in (["scan"], ["verify"], ["inspect"], ["cast", "--dtype", "f16", "-d", str(tmp_path / "out")]):
@@ -134,6 +134,8 @@ def test_numbers_that_cannot_be_meant(jobs: str, tmp_path: Path, capfd: pytest.C
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
     with pytest.raises(UsageError, match=f"jobs takes a number from 1 to {MAX_JOBS}, or dask:.*, not 0"):
         ckptool.scan(tmp_path, jobs=0)
+    with pytest.raises(UsageError, match="not more"):
+        ckptool.scan(tmp_path, jobs=10**5_000)
 
 
 class Dying(ProcessPoolExecutor):

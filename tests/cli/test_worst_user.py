@@ -134,7 +134,7 @@ def problem_of(command: tuple[str, ...], small: Path, folder: Path, capsys: pyte
     told = re.sub(r'seen as: .*|"says": "[^"]*"', "", out + err)  # what torch says, as doctor quotes it
     if code not in ((0, 1, 2, 3, 130, 143) if command[0] in HARNESS else (0, 1, 2)):
         return f"ends with {code}"
-    for word in ("Traceback", "bug in ckptool", "error[bug]", "Value error", "Possible options", "Errno"):
+    for word in ("Traceback", "is a bug in ckptool", "error[bug]", "Value error", "Possible options", "Errno"):
         if word in told and not ("Traceback" in word and "user-code" in told):
             return f"says {word!r}: {told[:300]}"
     if raw := {c for c in told if not c.isprintable()} - {"\n"}:

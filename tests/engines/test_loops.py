@@ -102,6 +102,8 @@ RESUMED: list[tuple[str, list[int], dict[str, Any]]] = [
         {"stateful": True, "draws": True, "workers": 2}, {"accumulate": 3, "every": 5, "limit": 9},
     )),
     *(("accelerate_loop", [8, 16, 24], each) for each in ({"every": 4, "accumulate": 2}, {"every": 8})),
+    ("accelerate_loop", [11, 16, 24], {"flags": True}),
+    ("lightning_fit", [6, 14, 22], {"plateau": True, "stateful": False}),
     *(("lightning_fit", [8, 16, 24], {**each, "stateful": stateful}) for stateful in (False, True) for each in (
         {}, {"workers": 2}, {"draws": True, "workers": 2}, {"draws": True, "stream": True},
         {"draws": True, "stream": True, "workers": 1, "persist": True}, {"every": 8}, {"every": 0, "draws": True},
@@ -224,6 +226,15 @@ def test_a_checkpoint_of_lightning_inside_accumulation_is_noted(
     options = {"accumulate": 3, "inside": True, "stateful": False}
     said = scripts("lightning_fit").finish(tmp_path, 4, options=options)["stderr"]
     assert said.count("saved inside gradient accumulation") == 1 and "every_n_train_steps" in said
+
+
+def test_a_checkpoint_of_lightning_at_the_end_of_an_epoch_before_a_plateau_is_noted(
+    scripts: Callable[[str], Scripts], tmp_path: Path
+) -> None:
+    for every, noted in ((8, 1), (5, 0)):
+        options = {"every": every, "plateau": True, "stateful": False}
+        said = scripts("lightning_fit").finish(tmp_path / str(every), 20, options=options)["stderr"]
+        assert said.count("before ReduceLROnPlateau, which Lightning leaves out") == noted
 
 
 def test_what_is_written_for_lightning_it_and_torch_read(scripts: Callable[[str], Scripts], tmp_path: Path) -> None:

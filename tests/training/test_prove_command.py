@@ -99,6 +99,24 @@ def test_what_was_not_restored_is_named_and_confirmed(script: str, fault: str, s
         assert found.differs.startswith("the first step that differs is "), found.differs
 
 
+HABITS = {
+    "mode": ("`model.training` (module attribute) is False in the unbroken run and True", False),
+    "number": ("`noise` (value) is 0.", True),
+    "memory": ("`memory` (value) is list of ", True),
+    "frozen": ("`model.requires_grad` (module attribute) is True for 2 of 4, ", False),
+    "window": ("gradients: those of step ", False),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", HABITS)
+def test_a_habit_by_which_a_script_does_not_resume_is_named(fault: str) -> None:
+    words, is_confirmed = HABITS[fault]
+    found = proved([str(SCRIPTS / "habits.py"), fault], kills=2, seed=1)
+    assert found.exit() == 1 and any(cause.startswith(words) for cause in found.causes), found
+    assert bool(found.confirmed) == is_confirmed, found
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("script", NAMES)
 def test_a_torn_file_and_a_generator_without_a_seed_are_named(script: str) -> None:
@@ -113,6 +131,7 @@ def test_a_torn_file_and_a_generator_without_a_seed_are_named(script: str) -> No
 
 LOOPS = Path(__file__).parents[2] / "examples" / "loops"
 GOOD = [*((str(SCRIPTS / f"{name}.py"),) for name in NAMES), (str(SCRIPTS / "images.py"), "", "2")]
+GOOD += [(str(SCRIPTS / "habits.py"),)]
 GOOD += [(str(path),) for path in sorted(LOOPS.glob("*.py"))]
 
 
@@ -342,6 +361,14 @@ CHANGES: list[tuple[dict[str, Any], list[str]]] = [
         [BATCH, "`bank` (value) is list of 5 in the unbroken run and list of 0 after the restart"],
     ),
     ({"found": {"i": "value: 0"}, "state": "x"}, ["optimizer: the state of `opt` is not"]),  # `i` is an effect
+    (
+        {"found": {"i": "value: 0", "x": "value: [4] abc"}, "inputs": ["x"]},  # but may be a cause of a batch
+        [BATCH, "`i` (value) is 5 in the unbroken run and 0 after the restart"],
+    ),
+    (
+        {"found": {"m.count": "module attribute: 0"}, "inputs": []},  # in evaluation mode
+        ["`m.count` (module attribute) is 5 in the unbroken run and 0 after"],
+    ),
 ]
 
 
@@ -354,6 +381,14 @@ def test_causes_come_before_effects(change: dict[str, Any], causes: list[str]) -
     if "a generator" in causes[-1]:
         assert found and len(found.causes) == 1  # it is put back together with the batch that was drawn with it
     assert REFERENCE.divergence(life(4, step(4), step(5))) is None
+
+
+def test_a_save_inside_gradient_accumulation_is_named() -> None:
+    steps = [step(number, inputs=[f"{number} a", f"{number} b"]) for number in range(10)]
+    found = Reference(steps, steps).divergence(
+        life(4, steps[4], step(5, inputs=["5 b"]), step(6, weights="x", state="x", inputs=["6 a", "6 b"]))
+    )
+    assert found and [cause.sentences[0][:38] for cause in found.causes] == ["gradients: those of step 6 lack the ba"]
 
 
 def test_a_counter_that_alone_differs_at_the_restart_is_named_after_what_it_led_to() -> None:

@@ -316,7 +316,7 @@ def test_the_first_save_says_what_is_in_it_and_what_was_seen_and_is_not(tmp_path
 
 
 def test_a_schedule_that_was_not_given_is_named_once(tmp_path: Path) -> None:
-    """But one of another library, which was, is not missed; and what a script freezes on the way is named."""
+    """But one of another library, which was, is not missed."""
     own, said = parts(), list[str]()
     own.pop("scheduler")
     with Run(tmp_path / "run", say=said.append, **own) as run:
@@ -325,14 +325,24 @@ def test_a_schedule_that_was_not_given_is_named_once(tmp_path: Path) -> None:
     assert len(noted) == 1 and "has a learning rate schedule, which was not given" in noted[0]
     own, said = {**parts(), "scheduler": Holder({"count": 0})}, list[str]()
     run = Run(tmp_path / "other", say=said.append, **own)
-    for step in run.steps(3):
+    for _ in run.steps(3):
         train(torch.ones(4, 4), own["model"], own["optimizer"])
-        own["model"][0].weight.requires_grad_(step < 2)
         run.save()
-    thawed = (
-        "model.0.weight (requires_grad) changes during training and is not saved; set it in every epoch or step, by "
-    )
-    assert f"{thawed}run.epoch or run.step" in said
+    assert len(said) == 1
+
+
+def test_what_a_script_freezes_otherwise_is_named(tmp_path: Path) -> None:
+    for before, after in ((False, False), (False, False), (True, False), (False, True)):
+        model, said = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), list[str]()
+        model[0].requires_grad_(not before)
+        run = Run(tmp_path, model=model, say=said.append)
+        model[1].requires_grad_(not after)
+        for _ in run.steps(run.step + 1):
+            assert all(each.requires_grad for each in model.parameters())
+        run.close()
+        named = [line for line in said if "frozen is '0.weight, 0.bias' in the script, but was 'none'" in line]
+        assert len(named) == before, said
+        assert len([line for line in said if line.startswith("an option of model was set between")]) == after, said
 
 
 def test_an_option_that_the_script_changed_is_named(tmp_path: Path) -> None:

@@ -306,6 +306,27 @@ ODD = {
             f"        {STEP}        run.log(sum=float(batch.sum()))\n        run.save(every=3)\n"
         ),
     ),
+    "modules that are left in evaluation mode, and parameters that are frozen, on the way": (
+        "",
+        "",
+        (
+            "model.train()\nfor epoch in run.epochs(4):\n    if epoch == 1:\n        model[1].eval()\n"
+            "        model[0].requires_grad_(False)\n"
+            f"    for step, batch in run.batches(loader):\n        {STEP}        run.save(every=3)\n"
+            "    if epoch == 2:\n        model.eval(); validate()\n"
+        ),
+    ),
+    "workers that stay, of loaders inside of a function": (
+        (
+            "loader = torch.utils.data.DataLoader(\n    Noisy(), 3, shuffle=True, num_workers=1, "
+            "persistent_workers=True\n)\n"
+        ),
+        "",
+        (
+            "for epoch in run.epochs(4):\n    for step, (number, batch) in run.batches(lambda: enumerate(loader)):\n"
+            f"        {STEP}        run.log(sum=float(batch.sum()))\n        run.save(every=3)\n"
+        ),
+    ),
     "a set that grows": (
         "",
         "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from contextlib import suppress
@@ -103,6 +104,38 @@ LEFT = {
         ),
         "log (TextIOWrapper)",
     ),
+    "a count": (
+        "ticks = itertools.count()\nfor step, x in run.batches(loader, steps=4):\n    next(ticks)\n    run.save()",
+        "ticks (count)",
+    ),
+    "an iterator over a list": (
+        "each = iter([1, 2, 3, 4])\nfor step, x in run.batches(loader, steps=4):\n    next(each)\n    run.save()",
+        "each (list_iterator)",
+    ),
+    "an attribute of a function": (
+        (
+            "def scale(): scale.by = getattr(scale, 'by', 1.0) / 2\nfor step, x in run.batches(loader, steps=4):\n"
+            "    scale()\n    run.save()"
+        ),
+        "scale.by (variable)",
+    ),
+    "an attribute of a class": (
+        (
+            "class Settings: rate, kept = 1.0, 3\nfor step, x in run.batches(loader, steps=4):\n"
+            "    Settings.rate /= 2\n    run.save()"
+        ),
+        "Settings.rate (variable)",
+    ),
+    "the epoch of a sampler inside of a wrapper, which is the loop's": (
+        (
+            "class Order(list):\n    epoch = 0\n    def set_epoch(self, epoch): self.epoch = epoch\n"
+            "class Around:\n    def __init__(self, of): self.of = of\n    def __iter__(self): return iter(self.of)\n"
+            "data = Around(torch.utils.data.DataLoader(torch.rand(12, 4), 3, sampler=Order(range(12))))\n"
+            "for epoch in run.epochs(4):\n    data.of.sampler.set_epoch(epoch)\n"
+            "    for step, x in run.batches(data): run.save()"
+        ),
+        "",
+    ),
     "nothing": (
         (
             "import collections, time\nclass Shell:\n    def ask(self): self.asked += 1\n"
@@ -127,8 +160,12 @@ def test_what_a_loop_leaves_in_variables_is_named_once(
     seeded()
     loop, wanted = LEFT[name]
     model = nn.Linear(4, 1)
-    names = {"torch": torch, "random": random, "model": model, "loader": DataLoader(torch.rand(12, 4), batch_size=3)}
-    names |= {"__name__": "loop", "__file__": str(tmp_path / "log")}
+    names = {"torch": torch, "random": random, "itertools": itertools, "model": model}
+    names |= {
+        "loader": DataLoader(torch.rand(12, 4), batch_size=3),
+        "__name__": "loop",
+        "__file__": str(tmp_path / "log"),
+    }
     with Run(tmp_path / "run", model=model, say=print) as run:
         exec(loop, {**names, "run": run})
     said = capsys.readouterr().out.splitlines()[1:]
@@ -229,6 +266,74 @@ def test_a_loop_resumes_once_what_the_notes_say_is_written(
     assert ended(tmp_path / "mended", text) == whole
     assert "(variable)" not in capsys.readouterr().out
     assert [ended(tmp_path / "mended and killed", text, kill) for kill in (3, 5, None)][-1] == whole, text
+
+
+# What the body of run.epochs does before its batches; whether that is named where the run resumes inside the epoch.
+BEFORE = {
+    "labels of the model's own": ("labels = model(data)", True),
+    "in a function": ("labels = labelled()", True),
+    "of another model": ("labels = teacher(data)", False),
+    "nothing": ("model.train(); optimizer.zero_grad(); order = torch.randperm(3)", False),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_model_that_is_called_before_the_batches_of_an_epoch_resumed_inside_is_named(
+    tmp_path: Path, name: str
+) -> None:
+    text, wanted = BEFORE[name]
+    noted = []
+    for kill in (1, None):
+        model, teacher, said = nn.Linear(4, 1), nn.Linear(4, 1), list[str]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        names = {"torch": torch, "model": model, "teacher": teacher, "compiled": compiled, "optimizer": optimizer}
+        names |= {"data": torch.rand(12, 4), "labelled": lambda of=model: of(torch.rand(12, 4))}
+        run = Run(tmp_path, model=compiled, optimizer=optimizer, say=said.append)
+        with suppress(Killed), run:
+            for _ in run.epochs(2):
+                exec(text, names)
+                for step, batch in run.batches(torch.rand(3, 2, 4)):
+                    compiled(batch)
+                    run.save()
+                    if step == 2 and kill:
+                        raise Killed
+        noted.append([line for line in said if line.startswith("a model was called")])
+    assert [len(lines) for lines in noted] == [0, wanted], noted
+
+
+def test_labels_of_the_models_own_that_are_values_of_the_run_resume_inside_an_epoch(tmp_path: Path) -> None:
+    ends, data = [], torch.rand(12, 4)
+    for folder, kill in (("whole", None), ("killed", 2), ("killed", 5), ("killed", None)):
+        seeded()
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with suppress(Killed), Run(tmp_path / folder, model=model, optimizer=optimizer, say=str) as run:
+            for _ in run.epochs(3):
+                run["labels"] = (model(data).detach() * 2).sin()
+                for step, (x, y) in run.batches(lambda: zip(data.split(4), run["labels"].split(4), strict=True)):
+                    optimizer.zero_grad()
+                    (model(x) - y).pow(2).mean().backward()
+                    optimizer.step()
+                    run.save()
+                    if step == kill:
+                        raise Killed
+        ends.append(model.weight.tolist())
+    assert ends[-1] == ends[0]
+
+
+def test_gradients_that_are_never_zeroed_are_named(tmp_path: Path) -> None:
+    for zeroed in (None, True, False):
+        model, said = nn.Linear(4, 1), list[str]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Run(tmp_path / str(zeroed), model=model, optimizer=optimizer, say=said.append) as run:
+            for _ in run.steps(3):
+                if zeroed is not None:
+                    model.zero_grad(set_to_none=zeroed)
+                model(torch.rand(3, 4)).sum().backward()
+                optimizer.step()
+                run.save()
+        assert len([line for line in said if line.startswith("gradients are added")]) == (zeroed is None), said
 
 
 class Around(torch.optim.Optimizer):

@@ -409,8 +409,7 @@ def _universal(tag: Tag) -> Checkpoint:
     steps = fields(fields(common.get("optimizer_state_dict")).get("state"))  # what stage 3 keeps for a group: a `step`
     weights: dict[str, TensorEntry] = {}
     state: dict[str, dict[str, Any]] = {}
-    first_step: tuple[str, dict[str, Any]] | None = None
-    types: dict[str, tuple[str, Any]] = {}  # of what is kept for each parameter, with the first file that has it
+    firsts: dict[str, tuple[str, dict[str, Any]]] = {}  # the first file of each kind, with its type; and the first step
     for number, shapes in enumerate(groups):
         for name, shape in shapes.items():
             slots: dict[str, Any] = {}  # its values by the names of their files, in its shape
@@ -423,10 +422,8 @@ def _universal(tag: Tag) -> Checkpoint:
                 slots[key := file.removesuffix(".pt")] = value
                 if not isinstance(value, TensorEntry) and (key != "step" or value is None):
                     raise damaged(files, f"has no tensor in {file}")
-                dtype = value.dtype if isinstance(value, TensorEntry) else None
-                other, expected = types.setdefault(key, (f"{name}/{file}", dtype))
-                if dtype != expected:
-                    raise mixed(zero_folder, other, f"{name}/{file}", f"one is {expected}, the other {dtype}")
+                this = f"{name}/{file}", {"type": value.dtype if isinstance(value, TensorEntry) else None}
+                refuse_other(zero_folder, firsts.setdefault(key, this), this)
                 tag.joiner.untied += [f"{name}/{file}"] if key not in (_WEIGHT, "step") else []
             zero_folder.adopt(name, files)
             weight = slots.get(_WEIGHT)
@@ -444,8 +441,7 @@ def _universal(tag: Tag) -> Checkpoint:
             weights[name] = tag.joiner.flat(name, weight.shape, [piece], copy).with_flags(weight.flags)
             state[name] = zero.undivided(steps.get(number)) | slots
             if (step := number_in(state[name].get("step"))) is not None:  # ZeRO steps all of its vectors together
-                first_step = first_step or (name, {"step": step})
-                refuse_other(zero_folder, first_step, (name, {"step": step}))
+                refuse_other(zero_folder, firsts.setdefault("", (name, {"step": step})), (name, {"step": step}))
     keys = dict.fromkeys(key for slots in state.values() for key in slots)
     if missing := [f"{name}/{key}.pt" for name, slots in state.items() for key in keys if key not in slots]:
         raise lacks(zero_folder, counted(len(missing), "file"), missing)

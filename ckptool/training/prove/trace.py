@@ -42,6 +42,7 @@ _WORDS = {
     RANDOM: "the global generator of {name} is in a different state",
     GENERATOR: "`{name}`, a generator, is in a different state",
 }
+_WINDOW = "gradients: those of step {step} lack the batches before the save, which was inside gradient accumulation"
 MOST = 3  # sentences on one cause
 _AVERAGES = ("ema", "average", "avg", "swa", "shadow")
 NOT_RESTORED = "the weights it resumed from match no step: a torn file, or not all were restored"
@@ -66,7 +67,7 @@ class Divergence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """The state before an optimizer step: digests, and the entries that `moving.snapshot` found.
+    """The state before an optimizer step: digests, and the entries that `moving.reachable` found.
 
     inputs: of the models since the step before.  saved: a file of the run's folder was written since then, other than
     by appending to it.  time: in seconds.  age: of `found`, in steps.
@@ -157,6 +158,7 @@ class Reference:
         keys = (self.moved - self.chance - idle) & mine.keys() & theirs.keys()
         if self.steps[index].age != other.age:  # the variables were looked at in other steps
             keys = {key for key in keys if key[1] not in other.found or key[0] != kind_of(other.found[key[1]])}
+        keys -= set() if self.steps[index].inputs and other.inputs else {(BATCH, "")}  # no model was trained, or seen
         return {key for key in keys if mine[key] != theirs[key]}
 
     def divergence(self, life: Life, *, ended: bool = False) -> Divergence | None:
@@ -214,6 +216,8 @@ class Reference:
         kinds = (*_ORDER, *_EFFECTS)
         mine, theirs = self.facts[index], other.facts()
         relevant = {key for key in keys if key[0] not in _EFFECTS or _MEMORY.fullmatch(mine[key])} or keys
+        if relevant == {(BATCH, "")}:  # a number of the script may be the cause, but no tensor: that is of the batch
+            relevant |= {key for key in keys if key[0] == VALUE and not mine[key].startswith(f"{VALUE}: [")}
         ranked = sorted(relevant, key=lambda key: (kinds.index(key[0]), key[1].count("."), key[1]))
         groups: dict[Key, list[Key]] = {}  # what is put back together
         drawing = {name.split(".")[0] for kind, name in ranked if kind == GENERATOR and "." in name}
@@ -225,10 +229,12 @@ class Reference:
             elif kind in (RATE, SCHEDULER):
                 group = RATE, ""
             groups.setdefault(group, []).append(key)
-        return [
-            Cause([self.sentence(key, mine[key], theirs[key], index) for key in group[:MOST]], group)
-            for group in groups.values()
-        ]
+        causes = list[Cause]()
+        for members in groups.values():
+            words = [self.sentence(key, mine[key], theirs[key], index) for key in members[:MOST]]
+            is_fixed = words[0].startswith(_WINDOW[:10]) or members[0][1].endswith(".requires_grad")
+            causes.append(Cause(words, [] if is_fixed else members))  # gradients cannot be put back, nor what is frozen
+        return causes
 
     def sentence(self, key: Key, mine: str, theirs: str, index: int) -> str:
         """What differs, in words."""
@@ -236,6 +242,8 @@ class Reference:
         expected, actual = (printable(text.partition(": ")[2]) for text in (mine, theirs))
         if kind == RATE:
             expected, actual = mine.strip("[]"), theirs.strip("[]")
+        if kind == BATCH and mine != theirs and mine.endswith(theirs[1:]):  # the last of several
+            return _WINDOW.format(step=index + 1)
         average = "EMA: " if _is_average(f"{name} {expected}") else ""
         values = {"here": expected, "there": actual, "of": expected.partition(" ")[0], "average": average}
         return _WORDS.get(kind, _VALUE).format(kind=kind, name=name, step=index + 1, **values)

@@ -121,7 +121,8 @@ class Tracer:
         if torch.compiler.is_compiling():
             return
         self.depth += 1
-        if self.depth > 1 or not torch.is_grad_enabled() or len(self.inputs) == MOST:
+        # In evaluation mode, a call with gradients is one of a validation.
+        if self.depth > 1 or not module.training or not torch.is_grad_enabled() or len(self.inputs) == MOST:
             return
         with suppress(Exception):
             tensors = [tensor for tensor in args if type(tensor) is torch.Tensor]
@@ -225,8 +226,14 @@ class Tracer:
                 text = repr(plain(value.state_dict())).encode()
                 entries[name] = f"{kind}: {type(value).__name__} {self.moving.digest(text)}"
         prefixes: tuple[str, ...] = ()
+        outer: tuple[str, ...] = ()
         for name, value in of_class(objects, torch.nn.Module).items():
             parameters = list(value.parameters())
+            if not name.startswith(outer):
+                outer += (f"{name}.",)
+                flags = [parameter.requires_grad for parameter in parameters]
+                learning = f"True for {sum(flags)} of {len(flags)}, {self.moving.digest(bytes(flags))}"
+                entries[f"{name}.requires_grad"] = f"{self.moving.MODULE_ATTRIBUTE}: {learning}"
             if parameters and not name.startswith(prefixes) and not trained & set(map(id, parameters)):
                 prefixes += (f"{name}.",)
                 entries[name] = f"{WEIGHTS}: {type(value).__name__} {self.digests(parameters)}"
@@ -262,11 +269,16 @@ class Tracer:
         entries, objects = self.walk()
         values: dict[str, Any] = {}
         for name in (*entries, *of_class(objects, sys.modules["torch"].optim.Optimizer)):
-            owner, _, attribute = name.rpartition(".")
             with suppress(KeyError, TypeError):
-                value = objects[name] if name in objects else vars(objects[owner])[attribute]
+                value = objects[name] if name in objects else self.home(objects, name)[name.rpartition(".")[2]]
                 values[name] = plain(value.state_dict() if hasattr(value, "load_state_dict") else value)
         return {"random": self.generators(objects), "values": values}
+
+    def home(self, objects: dict[str, Any], name: str) -> dict[str, Any]:
+        """Where a plain value is: in the attributes of an object, or the variables of a module of the program."""
+        owner, _, attribute = name.rpartition(".")
+        modules = (vars(module) for module in self.modules if attribute in vars(module))
+        return vars(objects[owner]) if owner else next(modules, {})
 
     def stored(self) -> dict[str, Any]:
         """The values that an earlier process stored for this one."""
@@ -296,13 +308,13 @@ class Tracer:
                 if name not in names and not fetched:
                     continue
                 if target is None:
-                    vars(objects[owner])[attribute] = value
+                    self.home(objects, name)[attribute] = value
                 elif hasattr(target, "load_state_dict"):
                     target.load_state_dict(value)
                 elif hasattr(target, "data_ptr"):
                     target.data = value
                 else:
-                    target[...] = value
+                    target[slice(None) if isinstance(target, list) else ...] = value
 
 
 def beside(name: str) -> Any:

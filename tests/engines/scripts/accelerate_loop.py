@@ -37,7 +37,19 @@ class Counter:
         self.seen = state["seen"]
 
 
-def main(out, steps=40, limit=1, draws=False, seedable=False, stateful=False, workers=0, accumulate=1, every=5, **more):
+def main(
+    out,
+    steps=40,
+    limit=1,
+    draws=False,
+    seedable=False,
+    stateful=False,
+    workers=0,
+    accumulate=1,
+    every=5,
+    flags=False,
+    **more,
+):
     torch.manual_seed(0)
     torch.set_num_threads(1)
     accelerator = Accelerator(
@@ -54,6 +66,10 @@ def main(out, steps=40, limit=1, draws=False, seedable=False, stateful=False, wo
     counter, others = Counter(), {"other": Counter()} if more else {}
     checkpoints = AcceleratorCheckpoints(accelerator, out + "/checkpoints", counter=counter, **others)
     for step, (inputs, labels) in checkpoints.batches(loader, steps=steps):
+        if flags and step == 9:
+            model[0].requires_grad_(False)
+        if flags and step == 12:
+            model[1].eval()
         with accelerator.accumulate(model):
             accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))
             optimizer.step()

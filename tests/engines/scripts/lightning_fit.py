@@ -38,7 +38,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class Model(lightning.LightningModule):
-    def __init__(self, width=16):
+    def __init__(self, width=16, plateau=False):
         super().__init__()
         self.save_hyperparameters()
         self.body = nn.Sequential(
@@ -54,7 +54,10 @@ class Model(lightning.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+        if not self.hparams.plateau:
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
 
 
 class Inside(lightning.Callback):
@@ -77,6 +80,7 @@ def main(
     persist=False,
     inside=False,
     devices=1,
+    plateau=False,
 ):
     lightning.seed_everything(0, verbose=False)
     torch.set_num_threads(1)
@@ -104,7 +108,7 @@ def main(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = Model()
+    model = Model(plateau=plateau)
     validation = torch.utils.data.DataLoader(Rows(), batch_size=16, shuffle=True)
     trainer.fit(model, loader, validation, ckpt_path=newest_checkpoint(out))
     if trainer.is_global_zero:  # each process has its own statistics of batches
