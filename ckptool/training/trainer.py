@@ -174,7 +174,7 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         updates[name] = Update(built, optims, settings.clip)
     for words in skipped:
         say(words)
-    return Trainer(
+    trainer = Trainer(
         config,
         world,
         data,
@@ -189,6 +189,11 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         freezing=freezing,
         skipped=skipped,
     )
+    for name, schedule in planned.items():
+        length = trainer.total_steps if schedule.per == "step" else -(-trainer.total_steps // trainer.steps_per_epoch)
+        if words := optim.ends_early(trainer.schedules[name], schedule, length, f"optim.{name}.schedule"):
+            say(words)
+    return trainer
 
 
 @contextmanager
