@@ -285,5 +285,5 @@ def test_entries_that_share_objects_are_written_sixteen_times_at_most(tmp_path: 
         else:
             command = partial(ckptool.convert, file, tmp_path / "n.dcp", keep_unknown=True)
             refused("limit-exceeded", tmp_path, command, "share objects")
-    own = {f"part {number}": SimpleNamespace(words={str(number) * 1_000}) for number in range(10_000)}
+    own = {f"part {number}": SimpleNamespace(words={str(number) * 1_000}) for number in range(3_000)}
     ckptool.convert(saved(own, tmp_path / "m.pt"), tmp_path / "n.dcp", keep_unknown=True)
