@@ -114,7 +114,8 @@ def apply(checkpoint: Checkpoint, roots: Sequence[StateDict], rename: Rename) ->
         groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
         lists = (group.get(field) for group in groups for field in PARAMETER_LISTS)
         rename_slots(optimizer["state"], mapping, lists)
-    for node in (tree, *tree.values()) if mapping and isinstance(tree, dict) else ():
+    inner = (node for node in tree.values() if isinstance(node, dict)) if isinstance(tree, dict) else ()
+    for node in (tree, *inner) if mapping else ():
         if flat := flat_keys(node):
             lists = (node[key] for key, parts in flat.items() if parts.inner[-1] in PARAMETER_LISTS)
             keys = {key: parts.text(mapping.get(parts.name, parts.name)) for key, parts in flat.items()}
