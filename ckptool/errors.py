@@ -178,13 +178,13 @@ class Unsupported(CkptoolError, code="unsupported"):
     """The thing is known by name, but cannot be read or written here."""
 
 
-class Truncated(CkptoolError, EOFError, code="truncated", why="The file was cut off."):
+class Truncated(CkptoolError, EOFError, code="truncated", why="The file was cut off, or bytes of it were changed."):
     """The file ends before the data that it promises. `cut_archive`: the zip of which `recover` may save some."""
 
     cut_archive: Any = None
 
 
-class Corrupt(CkptoolError, code="corrupt", why="It was damaged after it was written."):
+class Corrupt(CkptoolError, code="corrupt", why="It was damaged, or another program wrote it."):
     """The bytes contradict themselves."""
 
 

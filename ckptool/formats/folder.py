@@ -32,7 +32,7 @@ from ckptool.formats.marks import OTHER_TAGS, noted
 
 MAX_TABLE = 100_000_000  # bytes of an index or another table
 MOST_NAMED = 1_000  # missing ranks: a number in a file may claim any world size
-_COPY = "Copy the whole folder again, or take another checkpoint."
+_COPY = "Copy or download {} again, or take another checkpoint."
 
 
 # Names ---------------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def lacks(where: object, what: str, names: Iterable[str] = ()) -> Corrupt:
     """The error for files that are missing. names: theirs."""
     shown = listed(list(names), 3)
     why = "Only all of its files together are a checkpoint."
-    return Corrupt(f"{where} lacks {what}{shown and ': '}{shown}", why, _COPY)
+    return Corrupt(f"{where} lacks {what}{shown and ': '}{shown}", why, _COPY.format("what is missing"))
 
 
 def mixed(where: object, one: str, other: str, what: str) -> Conflict:
@@ -231,7 +231,8 @@ def another_run(where: object, what: str) -> Conflict:
 
 def damaged(where: object, what: str) -> Corrupt:
     """The error for a file that is not what its name or its table says."""
-    return Corrupt(f"{where}: {what}", "It was damaged, is of another checkpoint, or another program wrote it.", _COPY)
+    why = "It was damaged, is of another checkpoint, or another program wrote it."
+    return Corrupt(f"{where}: {what}", why, _COPY.format("the whole folder"))
 
 
 def one_of(folder: Folder, inner: Folder, names: Iterable[str], read: Callable[[Folder], Checkpoint]) -> Checkpoint:
