@@ -240,7 +240,7 @@ def test_a_checkpoint_of_lightning_at_the_end_of_an_epoch_before_a_plateau_is_no
 def test_what_is_written_for_lightning_it_and_torch_read(scripts: Callable[[str], Scripts], tmp_path: Path) -> None:
     scripts("lightning_fit").finish(tmp_path, 8, options={"every": 8, "stateful": False})
     found = torch.load(tmp_path / "epoch=0-step=8.ckpt", weights_only=True)
-    assert found["global_step"] == 8 and found["hyper_parameters"] == {"width": 16}
+    assert found["global_step"] == 8 and found["hyper_parameters"] == {"width": 16, "plateau": False}
 
 
 def test_a_kill_while_a_file_of_lightning_is_replaced_leaves_a_step_that_is_true(tmp_path: Path) -> None:
