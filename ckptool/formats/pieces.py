@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise, product
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 from ckptool.checkpoint import (
     NO_FLAGS,
@@ -45,25 +45,38 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The offset of a block on every axis, and its sizes."""
 
 
+class Original(Protocol):
+    """A tensor that was read in full. begin: where its bytes begin, from its place by the table; those of others like
+    it begin as far from theirs."""
+
+    @property
+    def entry(self) -> TensorEntry: ...
+    @property
+    def begin(self) -> int: ...
+
+
 class Stored:
-    """A tensor of the type, shape and strides of one that was read in full, in other bytes of a file.
+    """A tensor like the original's, in other bytes of a file. There may be hundreds of thousands, so its entry is made
+    once, when it is asked for, and then takes the place of the original.
+    at: its place by the table, whose number it shares: one of its own is 32 bytes.  crc: of its bytes."""
 
-    There may be hundreds of thousands, so its entry is made once, when it is asked for, and then takes the place of the
-    one that it is like. at: where its bytes begin.  crc: their checksum.
-    """
+    __slots__ = ("at", "crc", "file", "original")
 
-    __slots__ = ("at", "crc", "file", "like")
+    def __init__(self, original: Original, file: Source, at: int, crc: int) -> None:
+        self.file, self.at, self.crc = file, at, crc
+        self.original: Original | TensorEntry = original
 
-    def __init__(self, like: TensorEntry, file: Source, at: int, crc: int) -> None:
-        self.like, self.at, self.crc = like, at, crc
-        self.file: Source | None = file  # None once the entry was made
+    @property
+    def like(self) -> TensorEntry:
+        return self.original if isinstance(self.original, TensorEntry) else self.original.entry
 
     @property
     def entry(self) -> TensorEntry:
-        if self.file is not None:
-            place = FileRange(self.file, self.at, self.like.storage.nbytes)
-            self.like, self.file = self.like.with_storage(Storage(place, self.like.location, self.crc)), None
-        return self.like
+        if not isinstance(self.original, TensorEntry):
+            like = self.original.entry
+            place = FileRange(self.file, self.at + self.original.begin, like.storage.nbytes)
+            self.original = like.with_storage(Storage(place, like.location, self.crc))
+        return self.original
 
 
 @dataclass(slots=True, eq=False)

@@ -88,7 +88,7 @@ class Template:
         crc = self.sum_in(tail[self.end - part.size :])
         if head != self.head or crc is None or tail.count(_END) != 1:
             return None
-        return Stored(self.entry, part.file, part.start + self.begin, crc)
+        return Stored(self, part.file, part.start, crc)
 
     def sum_in(self, tail: bytes) -> int | None:
         """The checksum of the values, by what follows them; None where that does not fit."""
