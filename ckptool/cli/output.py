@@ -123,7 +123,7 @@ def _cut(text: str, room: int) -> str:
     return text if cell_len(text) <= room else set_cell_size(text, max(room - 1, 0)).rstrip() + "…"
 
 
-SHOWN_AFTER = 1.0  # seconds of a command; and half of it of a pass
+SHOWN_AFTER, SHOWN_EVERY = 1.0, 0.1  # seconds of a command, and half of them of a pass; seconds between two lines
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def shown_progress(label: str) -> Iterator[None]:
                 with suppress(IndexError):  # the pass ended meanwhile
                     if monotonic() - progress.passes[0].began >= SHOWN_AFTER / 2:
                         show(progress_line(label, width))
-                pause = 0.1
+                pause = SHOWN_EVERY
 
         thread = threading.Thread(target=draw, daemon=True)
         progress.is_watched = True

@@ -194,8 +194,10 @@ def test_a_write_under_nohup_goes_on(tmp_path: Path) -> None:
     assert process.returncode == 0 and (tmp_path / "out.pt").exists()
 
 
-# The program, with progress that does not wait for a second.
-AT_ONCE = "import sys; from ckptool import cli; from ckptool.cli import output; output.SHOWN_AFTER = 0.02; cli.main()"
+# The program, with progress that does not wait for a second, and misses no pass.
+AT_ONCE = (
+    "from ckptool import cli; from ckptool.cli import output as o; o.SHOWN_AFTER = o.SHOWN_EVERY = 0.01; cli.main()"
+)
 READING = {
     "verify": "big.pt",
     "verify all": "big.pt other.pt",
