@@ -23,6 +23,7 @@ from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.strided import to_numpy, without_repeats
 from ckptool.checkpoint.tree import Path, address, check_names, children, memories, segment_text, walk
 from ckptool.commands import arg
+from ckptool.conventions.optimizer_keys import PARAMETER_LISTS
 from ckptool.conventions.state_dicts import bare, without_wrappers
 from ckptool.errors import Conflict
 from ckptool.facts import LIVE, Bytes, Unit, dataclass
@@ -254,7 +255,7 @@ class Comparer:
                     yield (*path, segment), value_a, value_b  # few plain values differ; 0.0 may be -0.0
         elif not _same_plain(a, b):
             # An optimizer has names of one parameter, which may differ by a prefix.
-            named = self.strip and len(path) > 1 and path[-2] in ("param_names", "params") and type(a) is type(b) is str
+            named = self.strip and len(path) > 1 and path[-2] in PARAMETER_LISTS and type(a) is type(b) is str
             aspects |= {} if named and without_wrappers(a) == without_wrappers(b) else {"value": (a, b)}
         if aspects:
             self.changed.append(Difference(path, a, b, aspects))

@@ -13,12 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from enum import IntEnum
 from functools import cache
-from glob import escape
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from ckptool.checkpoint.paths import absolute, is_url, parted
+from ckptool.checkpoint.paths import absolute, is_url, literal, parted
 from ckptool.commands import FILE, VERBS, Command, Slot, Use, as_argument, command
 from ckptool.errors import listed, printable
 from ckptool.facts import LIVE, Note, Report, Told, bold, cyan, dataclass, dim, field, green, red, replace, yellow
@@ -239,7 +238,7 @@ def _filled_word(word: str, facts: Mapping[str, str]) -> str:
     """A word of a command, its facts filled in; in a pattern they stand for themselves."""
     if word in _SLOTS:
         return _SLOTS[word]
-    filled = word.format_map({name: escape(fact) for name, fact in facts.items()} if word.endswith("*") else facts)
+    filled = word.format_map({name: literal(fact) for name, fact in facts.items()} if word.endswith("*") else facts)
     return FILE / filled[5:] if word.startswith("FILE#") else filled
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Composite, Note
 from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict, Set
+from ckptool.checkpoint.paths import literal
 from ckptool.checkpoint.tree import address, matching
 from ckptool.commands import OUT, OUT_SAFETENSORS, arg, command, input_of
 from ckptool.errors import UnsafeObject, listed
@@ -233,7 +234,7 @@ def refuse_unknown(
     fix = f"Pass it on as is: {arg(keep_unknown=True)}"
     entries = list(dict.fromkeys(_entry_prefix(checkpoint.tree, place) for place in dict.fromkeys(unknown.values())))
     if all(entries) and checkpoint.source is not None:  # all of it is in dictionary entries, and in a file
-        patterns = ["".join(f"[{c}]" if c in "*?[" else c for c in place) for place in entries]
+        patterns = [*map(literal, entries)]
         fix = f"Drop it: {command('edit', input_of(checkpoint.source), drop=patterns, out=OUT)}. {fix}"
     if DISCARDED in unknown.values() and not as_it_is:
         take = command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS)

@@ -463,9 +463,10 @@ def proved_rules(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> FoundRules:
     texts += [rule for suggestion in written for rule in suggestion.rules][:limit]
     patterns = dict[str, None]()  # for keys that are left out: with `*` for numbers, where no other key has such a name
     for key in (key for key in ours if key not in covered):
-        general = re.sub(r"[0-9]+", "*", literal(key))
-        is_taken = general not in patterns and literal(key) != general and any(map(matcher(general), covered))
-        patterns[literal(key) if is_taken else general] = None
+        exact = literal(key)
+        general = re.sub(r"[0-9]+", "*", exact)
+        is_taken = general not in patterns and exact != general and any(map(matcher(general), covered))
+        patterns[exact if is_taken else general] = None
     drop = list(patterns)[:limit]
 
     steps, items = list[Step](), dict[Any, Any]()

@@ -109,11 +109,10 @@ def warm_start(
         if taken and model is not None:
             mark |= marks.recovered(model.metadata, before=mark)
         beside = model_folder(model, tree) if model is not None else None  # only sizes come from it
-        changed = Checkpoint(tree, formats.DEFAULT if model is None else model.container, mark, original.source)
-        changed = replace(changed, tensors_only=model is not None and model.tensors_only)
+        container, tensors_only = (formats.DEFAULT, False) if model is None else (model.container, model.tensors_only)
         saved = change.write(
             original if model is None else together(original, [model]),
-            changed,
+            Checkpoint(tree, container, mark, original.source, tensors_only=tensors_only),
             inputs=[model.source] if model is not None and model.source is not None else [],
             beside=beside if beside is not None and beside.files else None,
         )
