@@ -167,9 +167,8 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
     if layout is None or not (layout.names or layout.missing):
         return checkpoint
     if len(layout.names) > MAX_MEMBERS:
-        raise LimitExceeded(
-            f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}", "", "Name one of them."
-        )
+        what = f"{folder} is {layout.kind} of {counted(len(layout.names), 'file')}"
+        raise LimitExceeded(what, f"ckptool opens at most {MAX_MEMBERS:,}.", "Name one of them.")
     members: dict[str, Checkpoint] = {}
     parts: list[PartOf] = []  # members that are parts of one thing
     errors: dict[str, str] = {}

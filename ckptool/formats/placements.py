@@ -182,7 +182,8 @@ class RankFile:
     def _read_mesh(self, name: str, facts: dict[Any, Any]) -> Mesh:
         grid, table = facts.get("mesh"), rank_table(facts)
         if size_of(table) > MAX_MESH:
-            raise LimitExceeded(f"{self.path}: the mesh of {name} has more than {MAX_MESH:,} ranks")
+            what = f"{self.path}: the mesh of {name} has more than {MAX_MESH:,} ranks"
+            raise LimitExceeded(what, "ckptool supports no larger ones.")
         ranks = tuple(table.numpy().reshape(-1).tolist() if isinstance(table, TensorEntry) else items(table))
         if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
             raise damaged(self.path, f"{name} has a mesh without a table of ranks")

@@ -360,7 +360,8 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
         place = f"end at byte {offset + size:,}, but its end record is at {directory_end:,}"
         raise _misplaced(source, directory_end - offset - size, f"{source}: the zip directory should {place}")
     if count > MAX_ENTRIES or size > MAX_DIRECTORY:
-        raise LimitExceeded(f"{source}: a zip directory of {entries} and {size:,} bytes")
+        what = f"{source}: a zip directory of {entries} and {size:,} bytes"
+        raise LimitExceeded(what, f"At most {MAX_ENTRIES:,} entries and {MAX_DIRECTORY:,} bytes are read.")
     archive = Archive(headers := Headers(source), offset, records_end, end_records)
     directory = source.read(offset, size)
     unpack, fixed, records, at = CENTRAL.unpack_from, CENTRAL.size, archive.records, 0
@@ -530,7 +531,8 @@ def _place_earlier_state(archive: Archive, pickle: Record, records: list[Record]
     returns the new ones, by offset."""
     source, end_at = archive.source, pickle.header - END.size
     if depth == MAX_EDITS:
-        raise LimitExceeded(f"{source} was edited in place more than {MAX_EDITS} times")
+        what = f"{source} was edited in place more than {MAX_EDITS} times"
+        raise LimitExceeded(what, "Each of its old states would have to be read.")
     earlier = _read_directory(source, end_at)
     if earlier.end != end_at + END.size:
         raise Ambiguous(f"{source}: the archive before the record {pickle} is not complete")
