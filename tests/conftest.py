@@ -17,6 +17,8 @@ from ckptool.cli import main
 from tests.support.cli import Ran, Run
 from tests.support.looped import examples
 
+# What this process has of other tests is not copied for the collections of each child to look at.
+os.register_at_fork(before=gc.freeze)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs in the background
 
 pytest_plugins = ["tests.guard"]

@@ -69,9 +69,9 @@ def say(text: str) -> None:
 
     Raises `LostAnswer` where it cannot be written for another reason.
     """
-    tell("")
     try:
-        with _Live.lock:
+        with _Live.lock:  # of both, or progress were drawn between them
+            tell("")
             sys.stdout.write(text)
             sys.stdout.flush()
     except (BrokenPipeError, ConnectionResetError):
