@@ -200,7 +200,7 @@ class Listing(Report):
                 cells = [row.address, *_type(row.tensor)]
                 if (values := row.statistics) is not None:
                     cells += map(number, (values.min, values.max, values.mean, values.std, values.norm))
-                    cells.append(f"{values.zeros / values.count:.1%}" if values.zeros else "0")
+                    cells.append(facts.percent(values.zeros / values.count) if values.zeros else "0")
                 rows.append([*cells, *([short(values.nans), short(values.infs)] if values else [""] * 8)])
             yield Table(rows, heads=heads, right=range(3, 11), indent=0)
         elif all:
