@@ -188,9 +188,9 @@ class Listing(Report):
         engine = engine_of(self.metadata)
         hidden = self.metadata if named(self.container).own_metadata else ENGINE if engine else ()
         metadata = [f"{key}={value_text(value)}" for key, value in self.metadata.items() if key not in hidden]
-        facts = [self.container, *([self.part.label] if self.part else []), size(self.bytes)]
-        facts += [f"metadata {listed(metadata, 4)}"] if metadata else []
-        yield bold((self.file or "in memory") + (f"#{self.at}" if self.at else "")), f": {', '.join(facts)}"
+        about = [self.container, *([self.part.label] if self.part else []), size(self.bytes)]
+        about += [f"metadata {listed(metadata, 4)}"] if metadata else []
+        yield bold((self.file or "in memory") + (f"#{self.at}" if self.at else "")), f": {', '.join(about)}"
         yield f"engine: {engine}" if engine else None
         yield ""
         if self.statistics:
