@@ -173,6 +173,17 @@ class Listing(Report):
         """The statistics of tensors by their addresses, where they were asked for."""
         return {row.address: row.statistics for row in self.tensors if row.statistics is not None}
 
+    @cached_property
+    def non_finite(self) -> Annotated[dict[str, None], LIVE]:
+        """The addresses of tensors with NaN or Inf, but for numbers beside the weights without a value yet."""
+        odd: dict[str, None] = {}
+        for row in self.tensors:
+            if (values := row.statistics) is None or not (values.nans or values.infs):
+                continue
+            if values.nans or row.tensor.shape != () or not state_dicts.is_beside_weights(self.roots, row.path):
+                odd[row.address] = None
+        return odd
+
     def told(
         self,
         *,
@@ -373,12 +384,12 @@ def matching_only(contents: Listing, only: Sequence[str]) -> Listing:
 def with_statistics(contents: Listing, stats: Mapping[str, Statistics], path: str) -> Listing:
     """The listing with statistics, by address, and its notes with commands that can be run on the file."""
     rows = [replace(row, statistics=stats.get(row.address)) for row in contents.tensors] if stats else contents.tensors
-    non_finite = [place for place, values in stats.items() if values.nans or values.infs]
     notes = runnable(contents.notes, path, contents.container)
-    if non_finite:
+    contents = replace(contents, tensors=tuple(rows))
+    if non_finite := list(contents.non_finite):
         share = f"{len(non_finite):,} of {counted(len(rows), 'tensor')} {form(len(non_finite), 'holds', 'hold')}"
         notes = (Note("non-finite", f"{share} NaN or Inf: {listed(non_finite, 3)}"), *notes)
-    return replace(contents, tensors=tuple(rows), notes=notes)
+    return replace(contents, notes=notes)
 
 
 def owners(roots: Iterable[StateDict]) -> Callable[[Path], Path | None]:
