@@ -188,9 +188,9 @@ class Listing(Report):
         engine = engine_of(self.metadata)
         hidden = self.metadata if named(self.container).own_metadata else ENGINE if engine else ()
         metadata = [f"{key}={value_text(value)}" for key, value in self.metadata.items() if key not in hidden]
-        facts = [self.container, *([self.part.label] if self.part else []), size(self.bytes)]
-        facts += [f"metadata {listed(metadata, 4)}"] if metadata else []
-        yield bold((self.file or "in memory") + (f"#{self.at}" if self.at else "")), f": {', '.join(facts)}"
+        about = [self.container, *([self.part.label] if self.part else []), size(self.bytes)]
+        about += [f"metadata {listed(metadata, 4)}"] if metadata else []
+        yield bold((self.file or "in memory") + (f"#{self.at}" if self.at else "")), f": {', '.join(about)}"
         yield f"engine: {engine}" if engine else None
         yield ""
         if self.statistics:
@@ -200,7 +200,7 @@ class Listing(Report):
                 cells = [row.address, *_type(row.tensor)]
                 if (values := row.statistics) is not None:
                     cells += map(number, (values.min, values.max, values.mean, values.std, values.norm))
-                    cells.append(f"{values.zeros / values.count:.1%}" if values.zeros else "0")
+                    cells.append(facts.percent(values.zeros / values.count) if values.zeros else "0")
                 rows.append([*cells, *([short(values.nans), short(values.infs)] if values else [""] * 8)])
             yield Table(rows, heads=heads, right=range(3, 11), indent=0)
         elif all:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import compress
 
 from ckptool.analysis.curves import Curve
-from ckptool.analysis.diff import BESIDE, EVIDENCE, aspect_rows, entry_rows, folded, percent, tensors_changed, totals
+from ckptool.analysis.diff import BESIDE, EVIDENCE, aspect_rows, entry_rows, folded, tensors_changed, totals
 from ckptool.analysis.differences import is_tensor
 from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
 from ckptool.analysis.outline import overview
@@ -27,7 +27,7 @@ from ckptool.checkpoint import Checkpoint, Flags, TensorEntry
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.conventions.state_dicts import PLAIN, StateDict, bare
 from ckptool.errors import counted, printable, quoted
-from ckptool.facts import WHOLE, Table, number, size
+from ckptool.facts import WHOLE, Table, number, percent, size
 from ckptool.formats import PROGRAMS
 
 if TYPE_CHECKING:
