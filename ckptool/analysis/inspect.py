@@ -384,12 +384,11 @@ def matching_only(contents: Listing, only: Sequence[str]) -> Listing:
 def with_statistics(contents: Listing, stats: Mapping[str, Statistics], path: str) -> Listing:
     """The listing with statistics, by address, and its notes with commands that can be run on the file."""
     rows = [replace(row, statistics=stats.get(row.address)) for row in contents.tensors] if stats else contents.tensors
-    notes = runnable(contents.notes, path, contents.container)
-    contents = replace(contents, tensors=tuple(rows))
-    if non_finite := list(contents.non_finite):
-        share = f"{len(non_finite):,} of {counted(len(rows), 'tensor')} {form(len(non_finite), 'holds', 'hold')}"
-        notes = (Note("non-finite", f"{share} NaN or Inf: {listed(non_finite, 3)}"), *notes)
-    return replace(contents, notes=notes)
+    contents = replace(contents, tensors=tuple(rows), notes=runnable(contents.notes, path, contents.container))
+    if not (odd := list(contents.non_finite)):
+        return contents
+    what = f"NaN or Inf in {len(odd):,} of {counted(len(rows), 'tensor')}: {listed(odd, 3)}"
+    return replace(contents, notes=(Note("non-finite", what), *contents.notes))
 
 
 def owners(roots: Iterable[StateDict]) -> Callable[[Path], Path | None]:

@@ -170,12 +170,12 @@ class Verification(Report):
             yield "  no checksums stored: damage to the data cannot be detected, only what is missing or misplaced"
         yield from problem_lines(self.problems)
         unset = [row.address for row in self.non_finite or () if row.unset]
-        if len(unset) < len(self.non_finite or ()):
-            rows = [
-                (row.address or WHOLE, f"{short(row.nans)} NaN", f"{short(row.infs)} Inf", f"of {short(row.count)}")
-                for row in self.non_finite or ()
-                if not row.unset
-            ]
+        rows = [
+            (row.address or WHOLE, f"{short(row.nans)} NaN", f"{short(row.infs)} Inf", f"of {short(row.count)}")
+            for row in self.non_finite or ()
+            if not row.unset
+        ]
+        if rows:
             title = f"not finite ({len(rows):,} of {counted(self.tensors, 'tensor')})"
             yield Table(rows, title=title, right=(1, 2, 3), limit=SHOWN)
         elif self.non_finite is not None and not self.unsearched:

@@ -136,14 +136,13 @@ def _table(table: Table, style: Style) -> Iterator[str]:
     rows, omitted = table.cells()
     if not rows:
         return
-    indent, title = " " * table.indent, printable(table.title)
-    heads, *shown = [[printable(cell) for cell in row] for row in (table.heads, *rows)]
+    indent, title, heads = " " * table.indent, printable(table.title), list(map(printable, table.heads))
+    shown = [[*map(printable, row[:-1]), printable(row[-1]).rstrip()] for row in rows]
     grid = [heads, *shown] if heads else shown
     most, edge = table.hang or WIDEST, style.width or sys.maxsize
     widths = [max((n for n in map(columns, column) if n <= most), default=most) for column in zip(*grid, strict=True)]
     last, between = min(widths[-1], LAST), table.indent + sum(width + 2 for width in widths[1:-1]) + 2
-    room = edge - between - last
-    firsts = [columns(cells[0]) for cells in grid]
+    firsts, room = [columns(cells[0]) for cells in grid], edge - between - last
     is_narrow = not table.hang and len(widths) > 1 and FIRST <= room < max(firsts)
     widths[0] = max((n for n in firsts if n <= room), default=0) if is_narrow else widths[0]
     split, splits = list[tuple[Sequence[str], list[str]]](), is_narrow or (table.hang and widths[0] <= room)
@@ -151,46 +150,38 @@ def _table(table: Table, style: Style) -> Iterator[str]:
         is_long = splits and columns(texts[0]) > widths[0]
         is_long = is_long and (is_narrow or columns(texts[0] + texts[-1]) + between > edge)
         split += [(row[:1], texts[:1]), (("", *row[1:]), ["", *texts[1:]])] if is_long else [(row, texts)]
-    rows, shown = [row for row, _ in split], [texts for _, texts in split]
 
-    def joined(cells: Sequence[str]) -> str:
+    def aligned(row: Sequence[str], texts: Sequence[str]) -> str:
+        cells = []
+        for number, (cell, text, width) in enumerate(zip(row, texts, widths, strict=False)):
+            blanks = " " * (width - columns(text))  # they do not stand out
+            marked = _marked(Marked(text, getattr(cell, "mark", "")), style)
+            cells.append(blanks + marked if number in table.right else marked + blanks)
         return (indent + "  ".join(cells)).rstrip()
 
-    def padded(cells: Sequence[str]) -> list[str]:
-        blanks = [" " * (width - columns(cell)) for cell, width in zip(cells, widths, strict=False)]
-        pairs = enumerate(zip(cells, blanks, strict=True))
-        return [blank + cell if n in table.right else cell + blank for n, (cell, blank) in pairs]
-
-    head, cells = joined(padded(heads)), list(map(padded, shown))
-    aligned = list(map(joined, cells))
-    used = [columns(line) - columns(texts[-1].rstrip()) for texts, line in zip(shown, aligned, strict=True)]
-    is_wide = not table.hang and max(map(columns, (head, *aligned))) > edge and max(used) > edge - last
+    head, lines = aligned(heads, heads), [aligned(*pair) for pair in split]
+    ends = [columns(COLOURS.sub("", line)) for line in lines]
+    starts = [end - columns(texts[-1]) for end, (_, texts) in zip(ends, split, strict=True)]
+    is_wide = not table.hang and max(columns(head), *ends) > edge and max(starts) > edge - last
     named = {n for n, name in enumerate(heads) if n in table.right or " " in name}  # texts say what they are
     if title and not is_wide and head[: len(title)].isspace():
         yield style.bold(title) + style.dim(head[len(title) :])
     else:
         yield from [style.bold(title)] if title else []
         yield from [style.dim(head)] if heads and not is_wide else []
-    for row, texts, row_cells, line, start in zip(rows, shown, cells, aligned, used, strict=True):
+    for (row, texts), line, start, end in zip(split, lines, starts, ends, strict=True):
         if is_wide:
             yield indent + _marked(row[0], style)
-            pairs = enumerate(zip(heads or [""] * len(texts), texts, strict=False))
-            facts = [f"{name} {text}" if n in named else text for n, (name, text) in pairs if n and text]
+            facts = [f"{heads[n]} {text}" if n in named else text for n, text in enumerate(texts) if n and text]
             yield from [f"{indent}    {', '.join(facts)}"] if facts else []
-            continue
-        texts[-1] = texts[-1].rstrip()  # as the line is
-        coloured = list(row_cells)
-        for number, (cell, text, padding) in enumerate(zip(row, texts, row_cells, strict=True)) if style.colour else ():
-            before, _, after = padding.partition(text) if text else ("", "", padding)  # the blanks do not stand out
-            coloured[number] = before + _marked(Marked(text, getattr(cell, "mark", "")), style) + after
-        if columns(line) <= edge or start > edge - last or len(row) == 1:
-            yield joined(coloured)
-            continue
-        continued = wrap(texts[-1], edge - start, break_long_words=False, break_on_hyphens=False)
-        if max(map(columns, continued)) > edge - start:  # a name that has no room there
-            start = table.indent + 2 * HANG
-            continued = ["", *wrap(texts[-1], edge - start, break_long_words=False, break_on_hyphens=False)]
-        mark = getattr(row[-1], "mark", "")
-        yield joined([*coloured[:-1], _marked(Marked(continued[0], mark), style)])
-        yield from (" " * start + _marked(Marked(part, mark), style) for part in continued[1:])
+        elif end <= edge or start > edge - last or len(row) == 1:
+            yield line
+        else:
+            continued = wrap(texts[-1], edge - start, break_long_words=False, break_on_hyphens=False)
+            if max(map(columns, continued)) > edge - start:  # a name that has no room there
+                start = table.indent + 2 * HANG
+                continued = ["", *wrap(texts[-1], edge - start, break_long_words=False, break_on_hyphens=False)]
+            yield aligned(row, [*texts[:-1], continued[0]])
+            mark = getattr(row[-1], "mark", "")
+            yield from (" " * start + _marked(Marked(part, mark), style) for part in continued[1:])
     yield from [style.spelled(table.more.format(f"{omitted:,}"))] if omitted else []
