@@ -122,6 +122,13 @@ def _marked(piece: str, style: Style) -> str:
     return str(getattr(style, mark)(text)) if mark else text
 
 
+def cut(text: str, room: int) -> str:
+    """The beginning and the end of a text, as far as there is room."""
+    text = printable(text)
+    letters = max(room // 2, room - columns(text) + len(text))  # a wide one takes two columns
+    return text if columns(text) <= room else f"{text[: letters // 2]}…{text[1 - letters // 2 :]}"
+
+
 def columns(text: str) -> int:
     """The columns of a terminal that a text takes: two for a wide letter or a picture, none for an accent by itself."""
     if text.isascii():
