@@ -17,7 +17,8 @@ from ckptool.facts import Marked, Note, Report, Table, Told, Verbatim, dataclass
 _VERBS = "|".join(dict.fromkeys(verb.partition(" ")[0] for verb in VERBS))
 _COMMAND = re.compile(rf"ckptool (?:{_VERBS}) ")
 _UNIT = r"(?: (?:[kMGT]?B|\[[\d, ]{,30}\])[;:,.)]*(?= |$))?"  # stays with its number, and a shape with its type
-_WORDS = re.compile(rf" *(?:\x1b\[36m[a-z-][^\x1b]*\x1b\[0m|{_COMMAND.pattern}.*|[^ ]+{_UNIT})")  # a command is cyan
+_ARGUMENTS = r"(?:'[^']*'|[,;](?! )|[^,;'])*[,;]?"  # up to a comma or semicolon of the sentence; a command is cyan, too
+_WORDS = re.compile(rf" *(?:\x1b\[36m[a-z-][^\x1b]*\x1b\[0m|{_COMMAND.pattern}{_ARGUMENTS}|[^ ]+{_UNIT})")
 
 
 @dataclass(frozen=True, slots=True)
