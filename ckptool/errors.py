@@ -179,9 +179,7 @@ class Unsupported(CkptoolError, code="unsupported"):
 
 
 class Truncated(CkptoolError, EOFError, code="truncated", why="The file was cut off, or bytes of it were changed."):
-    """The file ends before the data that it promises. `cut_archive`: the zip of which `recover` may save some."""
-
-    cut_archive: Any = None
+    """The file ends before the data that it promises."""
 
 
 class Corrupt(CkptoolError, code="corrupt", why="It was damaged, or another program wrote it."):

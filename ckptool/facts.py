@@ -80,6 +80,11 @@ def number(value: float | int | None) -> str:
     return "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
+def percent(share: float) -> str:
+    """A share for people, three digits: `3.49%`; only all is `100%`."""
+    return f"{100 * share if share >= 1 else min(100 * share, 99.9):.3g}%"
+
+
 def age(seconds: float) -> str:
     """A time in the largest unit that fits: `3 d`, `5 min`."""
     units = (f"{int(seconds / length):,} {unit}" for length, unit in _AGES if seconds >= length)

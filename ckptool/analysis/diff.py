@@ -19,7 +19,7 @@ from ckptool.checkpoint.tree import module_attributes, second_names, storages
 from ckptool.commands import arg, option, several
 from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.errors import UsageError, counted, listed
-from ckptool.facts import WHOLE, Report, Table, Told, dataclass, dim, green, number, red, replace
+from ckptool.facts import WHOLE, Report, Table, Told, dataclass, dim, green, number, percent, red, replace
 from ckptool.formats import CheckpointLike, members, named, open_file
 
 BESIDE = {"device", "strides", "requires_grad", "parameter"}  # what differs beside equal values
@@ -46,7 +46,7 @@ class Diff(Report):
     ties: names that share memory in one file and not in the other.  order_differs: dictionaries whose keys are in
     another order.  metadata_differs: state dicts with another `_metadata`, where that does not count; it and the order
     count if `strict`.
-    elements: of all tensors that were compared, under each name.  changed_elements: those that differ; null where they
+    elements: of all tensors of the same shape, under each name.  changed_elements: those that differ; null where they
     were not counted.
     """
 
@@ -282,10 +282,6 @@ def totals(values: Values) -> tuple[int, int, float | None]:
     """The number of changed elements, of all elements, and the largest |a-b|; None for it where nothing has one."""
     largest = max((delta.max_abs for delta in values if delta.max_abs is not None), default=None)
     return sum(delta.changed for delta in values), sum(delta.total for delta in values), largest
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
 
 
 def _part_cells(part: PartChange) -> tuple[str, str, str]:

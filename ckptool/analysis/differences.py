@@ -299,10 +299,10 @@ class Comparer:
     def _tensors(self, path: Path, a: Tensor, b: Tensor, counted: bool = True, kinds: Aspects | None = None) -> None:
         """Compares two tensors; a pair that has several names only once. kinds: how they differ beforehand."""
         self.tensors += counted
-        self.elements += a.numel
         check_names(self.tensors, len(self.compared))
         key = (id(a), id(b))
         aspects, values, *_ = self.compared.get(key) or self.compared.setdefault(key, (*self._aspects_of(a, b), a, b))
+        self.elements += 0 if "shape" in aspects else a.numel  # of other shapes no element has another
         size = None
         if aspects or kinds:
             change = Difference(path, a, b, {**(kinds or {}), **aspects}, values)

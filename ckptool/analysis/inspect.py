@@ -173,6 +173,17 @@ class Listing(Report):
         """The statistics of tensors by their addresses, where they were asked for."""
         return {row.address: row.statistics for row in self.tensors if row.statistics is not None}
 
+    @cached_property
+    def non_finite(self) -> Annotated[dict[str, None], LIVE]:
+        """The addresses of tensors with NaN or Inf, but for numbers beside the weights without a value yet."""
+        odd: dict[str, None] = {}
+        for row in self.tensors:
+            if (values := row.statistics) is None or not (values.nans or values.infs):
+                continue
+            if values.nans or row.tensor.shape != () or not state_dicts.is_beside_weights(self.roots, row.path):
+                odd[row.address] = None
+        return odd
+
     def told(
         self,
         *,
@@ -188,9 +199,9 @@ class Listing(Report):
         engine = engine_of(self.metadata)
         hidden = self.metadata if named(self.container).own_metadata else ENGINE if engine else ()
         metadata = [f"{key}={value_text(value)}" for key, value in self.metadata.items() if key not in hidden]
-        facts = [self.container, *([self.part.label] if self.part else []), size(self.bytes)]
-        facts += [f"metadata {listed(metadata, 4)}"] if metadata else []
-        yield bold((self.file or "in memory") + (f"#{self.at}" if self.at else "")), f": {', '.join(facts)}"
+        about = [self.container, *([self.part.label] if self.part else []), size(self.bytes)]
+        about += [f"metadata {listed(metadata, 4)}"] if metadata else []
+        yield bold((self.file or "in memory") + (f"#{self.at}" if self.at else "")), f": {', '.join(about)}"
         yield f"engine: {engine}" if engine else None
         yield ""
         if self.statistics:
@@ -200,7 +211,7 @@ class Listing(Report):
                 cells = [row.address, *_type(row.tensor)]
                 if (values := row.statistics) is not None:
                     cells += map(number, (values.min, values.max, values.mean, values.std, values.norm))
-                    cells.append(f"{values.zeros / values.count:.1%}" if values.zeros else "0")
+                    cells.append(facts.percent(values.zeros / values.count) if values.zeros else "0")
                 rows.append([*cells, *([short(values.nans), short(values.infs)] if values else [""] * 8)])
             yield Table(rows, heads=heads, right=range(3, 11), indent=0)
         elif all:
@@ -373,12 +384,11 @@ def matching_only(contents: Listing, only: Sequence[str]) -> Listing:
 def with_statistics(contents: Listing, stats: Mapping[str, Statistics], path: str) -> Listing:
     """The listing with statistics, by address, and its notes with commands that can be run on the file."""
     rows = [replace(row, statistics=stats.get(row.address)) for row in contents.tensors] if stats else contents.tensors
-    non_finite = [place for place, values in stats.items() if values.nans or values.infs]
-    notes = runnable(contents.notes, path, contents.container)
-    if non_finite:
-        share = f"{len(non_finite):,} of {counted(len(rows), 'tensor')} {form(len(non_finite), 'holds', 'hold')}"
-        notes = (Note("non-finite", f"{share} NaN or Inf: {listed(non_finite, 3)}"), *notes)
-    return replace(contents, tensors=tuple(rows), notes=notes)
+    contents = replace(contents, tensors=tuple(rows), notes=runnable(contents.notes, path, contents.container))
+    if not (odd := list(contents.non_finite)):
+        return contents
+    what = f"NaN or Inf in {len(odd):,} of {counted(len(rows), 'tensor')}: {listed(odd, 3)}"
+    return replace(contents, notes=(Note("non-finite", what), *contents.notes))
 
 
 def owners(roots: Iterable[StateDict]) -> Callable[[Path], Path | None]:

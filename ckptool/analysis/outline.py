@@ -317,7 +317,7 @@ class MemoryNeeds:
             dtypes = " + ".join(self.trained)
             training = f"{size(self.to_train or 0)} to train with Adam in {dtypes} without activations"
             facts.append(f"{size(self.to_load)} to load" + (f", {training}" if self.to_train and self.trained else ""))
-        return ("this part alone: " if self.partial and facts else "") + "; ".join(facts).replace("%", " %")
+        return ("this part alone: " if self.partial and facts else "") + "; ".join(facts)
 
 
 def memory_needs(listing: Listing) -> MemoryNeeds:

@@ -26,6 +26,7 @@ from ckptool.checkpoint.strided import in_storage_order
 from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, walk
 from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import FILE, OUT, command, input_of, option
+from ckptool.conventions.state_dicts import find_state_dicts, is_beside_weights
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Truncated, counted, form, listed, quoted
 from ckptool.facts import (
     MORE,
@@ -88,12 +89,14 @@ def problem_of(error: CkptoolError, *place: Any) -> Problem:
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """A tensor that holds NaN or infinite values, and how many of how many."""
+    """A tensor that holds NaN or infinite values, and how many of how many.
+    unset: a single infinite number beside the weights, as a best loss is before there is one; nothing is wrong then."""
 
     address: str
     nans: int
     infs: int
     count: int
+    unset: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -134,7 +137,8 @@ class Verification(Report):
     @property
     def fine(self) -> bool:
         """True if nothing is wrong with what was checked."""
-        return not (self.problems or self.non_finite or (self.against is not None and not self.against.same))
+        is_finite = all(row.unset for row in self.non_finite or ())
+        return not (self.problems or not is_finite or (self.against is not None and not self.against.same))
 
     def told(
         self,
@@ -165,15 +169,18 @@ class Verification(Report):
         if self.checksums == NONE and self.container:
             yield "  no checksums stored: damage to the data cannot be detected, only what is missing or misplaced"
         yield from problem_lines(self.problems)
-        if self.non_finite:
-            rows = [
-                (row.address or WHOLE, f"{short(row.nans)} NaN", f"{short(row.infs)} Inf", f"of {short(row.count)}")
-                for row in self.non_finite
-            ]
+        unset = [row.address for row in self.non_finite or () if row.unset]
+        rows = [
+            (row.address or WHOLE, f"{short(row.nans)} NaN", f"{short(row.infs)} Inf", f"of {short(row.count)}")
+            for row in self.non_finite or ()
+            if not row.unset
+        ]
+        if rows:
             title = f"not finite ({len(rows):,} of {counted(self.tensors, 'tensor')})"
             yield Table(rows, title=title, right=(1, 2, 3), limit=SHOWN)
         elif self.non_finite is not None and not self.unsearched:
-            yield "  all values are finite"
+            but = f", but for what has no value yet: {listed(unset, 3)}" if unset else ""
+            yield f"  all values are finite{but}"
         elif self.non_finite is None and self.fine:
             yield "  not searched for NaN and Inf (--finite)"
         yield f"  not searched for NaN: {listed(self.unsearched, 5)}" if self.unsearched else None
@@ -237,7 +244,7 @@ def verified(
         said = (note for note in notes if note.code in ("unsafe-global", "not-judged", "not-read"))
         report = replace(report, notes=(*report.notes, *said))
     if finite:
-        values, unsearched = non_finite(part.tree, damaged=bool(report.problems))
+        values, unsearched = non_finite(part, damaged=bool(report.problems))
         report = replace(report, non_finite=tuple(values), unsearched=tuple(unsearched))
     return report, checkpoint
 
@@ -527,7 +534,7 @@ def check_storages(tree: Any, covered: Iterable[Source] = ()) -> tuple[list[Prob
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-def non_finite(tree: Any, *, damaged: bool = False) -> tuple[list[NonFinite], list[str]]:
+def non_finite(part: Checkpoint, *, damaged: bool = False) -> tuple[list[NonFinite], list[str]]:
     """The tensors with NaN (of complex ones in either part) or Inf, and those that could not be searched: packed
     types, views without end.
 
@@ -547,9 +554,9 @@ def non_finite(tree: Any, *, damaged: bool = False) -> tuple[list[NonFinite], li
             nans += int(numpy.count_nonzero(is_nan))
             infs += int(numpy.count_nonzero(numpy.isinf(values) & ~is_nan))
 
-    allowance = readable_bytes(tree)
+    allowance, roots = readable_bytes(part.tree), find_state_dicts(part)
     by_view: dict[Any, tuple[int, int]] = {}
-    for path, tensor in over(tensors(tree), lambda pair: pair[1].nbytes):
+    for path, tensor in over(tensors(part.tree), lambda pair: pair[1].nbytes):
         for entry in tensor.parts() if isinstance(tensor, Composite) else (tensor,):
             if not isinstance(entry, TensorEntry) or entry.dtype.kind not in ("float", "complex", "bits"):
                 continue
@@ -572,5 +579,6 @@ def non_finite(tree: Any, *, damaged: bool = False) -> tuple[list[NonFinite], li
                     continue
             nans, infs = by_view[view]
             if nans or infs:
-                rows.append(NonFinite(address(path), nans, infs, entry.numel))
+                unset = not (nans or entry.shape) and is_beside_weights(roots, path)
+                rows.append(NonFinite(address(path), nans, infs, entry.numel, unset))
     return rows, unsearched

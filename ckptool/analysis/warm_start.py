@@ -280,8 +280,8 @@ def checked_share(min_loaded: float | None) -> float | None:
 
 
 def percent(share: float) -> str:
-    """A share for people, never rounded up: `99.99 %` is not all."""
-    return f"{int(share * 10_000) / 100:g} %"
+    """A share for people, never rounded up: `99.99%` is not all."""
+    return f"{int(share * 10_000) / 100:g}%"
 
 
 def unmet(report: LoadReport, min_loaded: float | None, missing: str | Sequence[str] | None = None) -> list[Refusal]:

@@ -96,6 +96,13 @@ class StateDict:
         return f"{printable(self.address) or 'the whole file'} ({self.detail or self.kind})"
 
 
+def is_beside_weights(roots: Sequence[StateDict], path: Path) -> bool:
+    """True for a path outside of all weights and optimizers of a checkpoint that has weights: a number there is one of
+    the training, such as its best loss, which is infinite before there is one."""
+    around = (root for root in roots if path[: len(root.path)] == root.path)
+    return any(root.is_model for root in roots) and all(root.kind == PLAIN for root in around)
+
+
 def is_optimizer(node: Any) -> bool:
     """True for what `Optimizer.state_dict()` returns: a state, and parameter groups."""
     return isinstance(node, dict) and isinstance(node.get("state"), dict) and isinstance(node.get("param_groups"), list)

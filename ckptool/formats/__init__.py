@@ -216,10 +216,10 @@ def read_alone(source: Input) -> Checkpoint:
             try:
                 with no_collection():
                     return cast(Checkpoint, container.code.read(source))
-            except Truncated as error:  # which says how much of it could be saved
+            except (Truncated, Corrupt) as error:  # which says how much of it could be saved
                 from ckptool.formats.damaged import with_whole_count
 
-                raise with_whole_count(error) from None
+                raise with_whole_count(error, source) from None
     from ckptool.formats.unrecognized import refuse
 
     raise refuse(head, source)

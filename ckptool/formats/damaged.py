@@ -26,7 +26,7 @@ from ckptool.checkpoint.nodes import Set, same_kind
 from ckptool.checkpoint.tree import address, rebuild, storages, stored_parts, walk
 from ckptool.commands import OUT, command, other_program
 from ckptool.conventions.state_dicts import optimizers
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, FileProblem, Truncated, Unsupported, UsageError, counted
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, FileProblem, Unsupported, UsageError, counted
 from ckptool.facts import LIVE, Bytes, dataclass, replace
 from ckptool.formats import marks, safetensors, torch_zip
 from ckptool.formats.checksums import checksums
@@ -46,7 +46,7 @@ NO_SUM = "its checksum is damaged or cut off"
 NO_NAME = "its name cannot be proven: its header or the directory is damaged"
 TWICE = "two different records have its name"
 MISSING = "it is not in the file"
-UNDONE = "undid an in-place edit that is not whole"
+UNDONE = "left out what follows the archive: an in-place edit that is not whole, or something else"
 BY_HEADERS = "found the records by their own headers: the directory is missing or damaged"
 
 
@@ -167,9 +167,10 @@ def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
         raise UsageError(f"{source} is a folder", "Files are recovered one by one.", fix)
     head = source.read(0, min(16, source.size))
     with no_collection():
-        if head[:2] == b"PK":
+        is_safetensors = safetensors.detect(head, source)
+        if head[:2] == b"PK" or (not is_safetensors and directory.ends_as_zip(source)):
             return _salvaged_zip(source, error)
-        if not safetensors.detect(head, source):
+        if not is_safetensors:
             raise error or _not_recovered(source)
         # The tensors whose ranges are inside the file; nobody can say whether their bytes are the right ones.
         checkpoint, offsets, lost = safetensors.read(source, cut=True), set[int](), dict[int, LostRecord]()
@@ -188,20 +189,20 @@ def _not_recovered(source: Source) -> UsageError:
     return UsageError(what, why, "Copy or download it again.")
 
 
-def with_whole_count(error: Truncated) -> Truncated:
-    """The error for a zip that was cut off, with how many of its storages look whole (unread) and how to save them;
-    the same error where that cannot be known."""
-    if (source := error.cut_archive) is None:
+def with_whole_count(error: CkptoolError, source: Input) -> CkptoolError:
+    """The error for a zip that is cut off or damaged, with how many of its storages look whole (unread) and how to save
+    them; the same error where that cannot be known."""
+    if not isinstance(source, Source) or source.read(0, min(2, source.size)) != b"PK":
         return error
     with suppress(CkptoolError), no_collection():
         walk = _Walk(source, QUICK, COUNTED)
         intact = [record for record in walk.records if record.name in walk.sizes and record not in walk.why]
-        if walk.sizes:
+        if walk.sizes and not _is_program(walk.root, [record.name for record in walk.records]):
             storages = counted(len(walk.sizes), "storage")
             tally = counted(len(intact), f"of its {storages} looks whole", f"of its {storages} look whole")
             why = f"{error.why} {tally}. Copy or download it again if you can."
             save = command("recover", source.path, out=OUT)
-            return Truncated(error.what, why, f"Save what is whole: {save}")
+            return type(error)(error.what, why, f"Save what is whole: {save}")
     return error
 
 
@@ -267,7 +268,7 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
     if f"{root}data.pkl" not in intact:
         what = f"{source}: its pickle is lost, which says what the bytes of the other records are"
         raise Corrupt(what, "They cannot be put together again, only looked at.", unzip)
-    if f"{root}constants.pkl" in intact or any(name.startswith(f"{root}code/") for name in intact):
+    if _is_program(root, intact):
         raise Unsupported(f"{source} is a program of TorchScript", "Without all of it, it does not run.", unzip)
     # The length alone tells "big" from "little"; torch wrote no byte order before 2.1.
     sizes = {record.name: record.size for record in intact.values()} | {loss.name: loss.nbytes for loss in lost}
@@ -289,6 +290,10 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
 
 def _is_pickle(name: str) -> bool:
     return name.endswith("/data.pkl") and name.count("/") == 1
+
+
+def _is_program(root: str, names: Collection[str]) -> bool:
+    return f"{root}constants.pkl" in names or any(name.startswith(f"{root}code/") for name in names)
 
 
 def _root(names: Iterable[str]) -> str:

@@ -208,13 +208,15 @@ def with_members(checkpoint: Checkpoint, folder: Folder) -> Checkpoint:
         checkpoint = replace(checkpoint, untied=(os.path.basename(checkpoint.source.path), *checkpoint.untied))
     if isinstance(checkpoint.source, Folder) and not only_weights:
         checkpoint = _in_tree(checkpoint, checkpoint.source, members)
+    step = step_in(members.get(STATE))
     if checkpoint.container == NAME:
-        facts = {"engine": layout.engine, "ranks": world, "step": step_in(members.get(STATE))}
+        facts = {"engine": layout.engine, "ranks": world, "step": step}
         checkpoint = replace(checkpoint, metadata={key: fact for key, fact in facts.items() if fact})
     if number == count and not (parts and checkpoint.container == NAME):
         lead = ["the weights" if only_weights else _ENGINE] if layout.beside else []
         what = f"{number:,} of {counted(count, 'member is', 'members are')} whole"
-        note = Note(MEMBERS, f"{what}: {listed([*lead, *layout.names], 4)}")
+        at = f", saved at step {step:,}" if step and checkpoint.container != NAME else ""
+        note = Note(MEMBERS, f"{what}{at}: {listed([*lead, *layout.names], 4)}")
         return replace(checkpoint, notes=(*checkpoint.notes, note))
     detail = problems or f"all of its files are present; {_NOT_JOINED[layout.by_rules]}"
     join = command("convert", folder.path, rules_file=RULES, out=OUT_SAFETENSORS) if layout.by_rules else ()

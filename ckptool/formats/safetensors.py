@@ -144,7 +144,7 @@ class _Header:
             count = sum(end <= available for _, end in self.ranges)
             raise Truncated(
                 f"{source} ends {at - available:,} bytes short of the data that its header describes",
-                f"The file was cut off. Tensors that are whole: {count:,} of {len(self.ranges):,}. "
+                f"{Truncated.meaning} Tensors that are inside it: {count:,} of {len(self.ranges):,}. "
                 "Copy or download it again if you can.",
                 f"Save what is whole: {command('recover', source.file.path, out=OUT)}",
             )

@@ -440,7 +440,7 @@ class _Lexer:
             raise self._error("an opcode that runs past the end of its frame")
         if end > self.data.length:
             what = f"{length:,} bytes are expected, {self.data.length - self.base - self.pos:,} are there"
-            raise self._error(what, Truncated, "The pickle was cut off.")
+            raise self._error(what, Truncated, "")
 
     def _move(self, offset: int, length: int) -> None:
         """Keeps what was passed, and continues at another place in the data."""

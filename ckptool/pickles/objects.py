@@ -91,7 +91,7 @@ class PickleReader:
         if size > len(self.data) - pos:
             self.at = pos
             what = f"{size:,} bytes are expected, {max(0, len(self.data) - pos):,} are there"
-            raise Truncated(what, "The pickle was cut off.")
+            raise Truncated(what)
         return self.data[pos : pos + size]
 
     def text(self, pos: int, size: int) -> str:
@@ -116,7 +116,7 @@ class PickleReader:
         end = self.data.find(b"\n", pos)
         if end < 0:
             self.at = pos
-            raise Truncated("a line without an end", "The pickle was cut off.")
+            raise Truncated("a line without an end")
         if end - pos > MAX_STRING:
             raise self.beyond(pos, f"a string of {end - pos:,} bytes", f"ckptool reads at most {MAX_STRING:,}.")
         return self.data[pos:end], end + 1

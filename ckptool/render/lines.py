@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partialmethod
 from textwrap import wrap
 from typing import Any
+from unicodedata import combining, east_asian_width
 
 from ckptool.commands import VERBS
 from ckptool.errors import COLOURS, CkptoolError, Command, escaped, in_python, printable
@@ -15,7 +16,8 @@ from ckptool.facts import Marked, Note, Report, Table, Told, Verbatim, dataclass
 
 _VERBS = "|".join(dict.fromkeys(verb.partition(" ")[0] for verb in VERBS))
 _COMMAND = re.compile(rf"ckptool (?:{_VERBS}) ")
-_WORDS = re.compile(rf" *(?:\x1b\[36m[a-z-][^\x1b]*\x1b\[0m|{_COMMAND.pattern}.*|[^ ]+)")  # a command is cyan
+_UNIT = r"(?: (?:[kMGT]?B|\[[\d, ]{,30}\])[;:,.)]*(?= |$))?"  # stays with its number, and a shape with its type
+_WORDS = re.compile(rf" *(?:\x1b\[36m[a-z-][^\x1b]*\x1b\[0m|{_COMMAND.pattern}.*|[^ ]+{_UNIT})")  # a command is cyan
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +52,24 @@ class Style:
         for line in text.split("\n"):
             visible = COLOURS.sub("", line)
             start = visible.lstrip(" ")
-            if len(visible) <= self.width or _COMMAND.match(start):
+            if columns(visible) <= self.width or _COMMAND.match(start):
                 lines.append(line)
                 continue
-            hang, used = " " * min(len(visible) - len(start) + 4, self.width // 2), 0
+            hang, used = " " * min(len(visible) - len(start) + HANG, self.width // 2), 0
             lines.append("")
             for word in _WORDS.findall(line):
-                length = len(COLOURS.sub("", word))
+                length = columns(COLOURS.sub("", word))
                 if used and used + length > self.width:
                     lines.append("")
                     word = hang + word.lstrip(" ")
-                    used, length = 0, len(COLOURS.sub("", word))
+                    used, length = 0, columns(COLOURS.sub("", word))
                 lines[-1] += word
                 used += length
         return "\n".join(lines)
 
 
 PLAIN, PYTHON = Style(), Style(python=True)
+HANG = 4  # columns by which what goes on below is indented
 FIRST, LAST = 12, 20  # columns for the first and the last cell of a row, at least
 WIDEST = 72  # column: few very long cells stand out
 
@@ -119,6 +122,13 @@ def _marked(piece: str, style: Style) -> str:
     return str(getattr(style, mark)(text)) if mark else text
 
 
+def columns(text: str) -> int:
+    """The columns of a terminal that a text takes: two for a wide letter or a picture, none for an accent by itself."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if combining(sign) else 2 if east_asian_width(sign) in "WF" else 1 for sign in text)
+
+
 def _table(table: Table, style: Style) -> Iterator[str]:
     """The rows as aligned lines, under the title. Where they are wider than the terminal, a long first cell has its own
     line, and a long last one goes on below itself; if that is not enough, every row is its first cell, and below it the
@@ -126,54 +136,52 @@ def _table(table: Table, style: Style) -> Iterator[str]:
     rows, omitted = table.cells()
     if not rows:
         return
-    indent, title = " " * table.indent, printable(table.title)
-    heads, *shown = [[printable(cell) for cell in row] for row in (table.heads, *rows)]
+    indent, title, heads = " " * table.indent, printable(table.title), list(map(printable, table.heads))
+    shown = [[*map(printable, row[:-1]), printable(row[-1]).rstrip()] for row in rows]
     grid = [heads, *shown] if heads else shown
-    widths = [min(max(map(len, column)), table.hang or WIDEST) for column in zip(*grid, strict=True)]
+    most, edge = table.hang or WIDEST, style.width or sys.maxsize
+    widths = [max((n for n in map(columns, column) if n <= most), default=most) for column in zip(*grid, strict=True)]
     last, between = min(widths[-1], LAST), table.indent + sum(width + 2 for width in widths[1:-1]) + 2
-    room = (style.width or sys.maxsize) - between - last
-    if not table.hang and len(widths) > 2 and FIRST <= room < widths[0]:
-        widths[0] = max((len(cells[0]) for cells in grid if len(cells[0]) <= room), default=0)
-        split = list[tuple[Sequence[str], list[str]]]()
-        for row, texts in zip(rows, shown, strict=True):
-            is_long = len(texts[0]) > widths[0]
-            split += [(row[:1], texts[:1]), (("", *row[1:]), ["", *texts[1:]])] if is_long else [(row, texts)]
-        rows, shown = [row for row, _ in split], [texts for _, texts in split]
-        grid = [heads, *shown] if heads else shown
-    signs = [f"{'>' if number in table.right else '<'}{width}" for number, width in enumerate(widths)]
-    cells = [[f"{cell:{sign}}" for cell, sign in zip(row, signs, strict=False)] for row in grid]
+    firsts, room = [columns(cells[0]) for cells in grid], edge - between - last
+    is_narrow = not table.hang and len(widths) > 1 and FIRST <= room < max(firsts)
+    widths[0] = max((n for n in firsts if n <= room), default=0) if is_narrow else widths[0]
+    split, splits = list[tuple[Sequence[str], list[str]]](), is_narrow or (table.hang and widths[0] <= room)
+    for row, texts in zip(rows, shown, strict=True):
+        is_long = splits and columns(texts[0]) > widths[0]
+        is_long = is_long and (is_narrow or columns(texts[0] + texts[-1]) + between > edge)
+        split += [(row[:1], texts[:1]), (("", *row[1:]), ["", *texts[1:]])] if is_long else [(row, texts)]
 
-    def joined(cells: Sequence[str]) -> str:
+    def aligned(row: Sequence[str], texts: Sequence[str]) -> str:
+        cells = []
+        for number, (cell, text, width) in enumerate(zip(row, texts, widths, strict=False)):
+            blanks = " " * (width - columns(text))  # they do not stand out
+            marked = _marked(Marked(text, getattr(cell, "mark", "")), style)
+            cells.append(blanks + marked if number in table.right else marked + blanks)
         return (indent + "  ".join(cells)).rstrip()
 
-    head = joined(cells.pop(0)) if heads else ""
-    aligned = list(map(joined, cells))
-    is_wide = not table.hang and style.width is not None and max(map(len, (head, *aligned))) > style.width
-    last_start = max(len(line) - len(texts[-1].rstrip()) for texts, line in zip(shown, aligned, strict=True))
-    is_wide = is_wide and last_start > (style.width or 0) - last
+    head, lines = aligned(heads, heads), [aligned(*pair) for pair in split]
+    ends = [columns(COLOURS.sub("", line)) for line in lines]
+    starts = [end - columns(texts[-1]) for end, (_, texts) in zip(ends, split, strict=True)]
+    is_wide = not table.hang and max(columns(head), *ends) > edge and max(starts) > edge - last
+    named = {n for n, name in enumerate(heads) if n in table.right or " " in name}  # texts say what they are
     if title and not is_wide and head[: len(title)].isspace():
         yield style.bold(title) + style.dim(head[len(title) :])
     else:
         yield from [style.bold(title)] if title else []
         yield from [style.dim(head)] if heads and not is_wide else []
-    for row, texts, row_cells, line in zip(rows, shown, cells, aligned, strict=True):
+    for (row, texts), line, start, end in zip(split, lines, starts, ends, strict=True):
         if is_wide:
             yield indent + _marked(row[0], style)
-            pairs = zip(heads[1:] or [""] * len(texts), texts[1:], strict=False)
-            facts = [f"{name} {text}".strip() for name, text in pairs if text]
+            facts = [f"{heads[n]} {text}" if n in named else text for n, text in enumerate(texts) if n and text]
             yield from [f"{indent}    {', '.join(facts)}"] if facts else []
-            continue
-        texts[-1] = texts[-1].rstrip()  # as the line is
-        coloured = list(row_cells)
-        for number, (cell, text, padded) in enumerate(zip(row, texts, row_cells, strict=True)) if style.colour else ():
-            before, _, after = padded.partition(text) if text else ("", "", padded)  # the blanks do not stand out
-            coloured[number] = before + _marked(Marked(text, getattr(cell, "mark", "")), style) + after
-        used = len(line) - len(texts[-1])
-        if style.width is not None and len(line) > style.width and used <= style.width - last:
-            first, *continued = wrap(line[used:], style.width - used, break_long_words=False, break_on_hyphens=False)
-            mark = getattr(row[-1], "mark", "")
-            yield joined([*coloured[:-1], _marked(Marked(first, mark), style)])
-            yield from (" " * used + _marked(Marked(part, mark), style) for part in continued)
+        elif end <= edge or start > edge - last or len(row) == 1:
+            yield line
         else:
-            yield joined(coloured)
+            continued = wrap(texts[-1], edge - start, break_long_words=False, break_on_hyphens=False)
+            if max(map(columns, continued)) > edge - start:  # a name that has no room there
+                start = table.indent + 2 * HANG
+                continued = ["", *wrap(texts[-1], edge - start, break_long_words=False, break_on_hyphens=False)]
+            yield aligned(row, [*texts[:-1], continued[0]])
+            mark = getattr(row[-1], "mark", "")
+            yield from (" " * start + _marked(Marked(part, mark), style) for part in continued[1:])
     yield from [style.spelled(table.more.format(f"{omitted:,}"))] if omitted else []

@@ -8,7 +8,7 @@ import os
 import re
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from hashlib import sha256
 from math import isfinite, prod
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import compress
 
 from ckptool.analysis.curves import Curve
-from ckptool.analysis.diff import BESIDE, EVIDENCE, aspect_rows, entry_rows, folded, percent, tensors_changed, totals
+from ckptool.analysis.diff import BESIDE, EVIDENCE, aspect_rows, entry_rows, folded, tensors_changed, totals
 from ckptool.analysis.differences import is_tensor
 from ckptool.analysis.inspect import PartSummary, TensorRow, engine_of, summary_of
 from ckptool.analysis.outline import overview
@@ -27,7 +27,7 @@ from ckptool.checkpoint import Checkpoint, Flags, TensorEntry
 from ckptool.checkpoint.tree import address, tensors
 from ckptool.conventions.state_dicts import PLAIN, StateDict, bare
 from ckptool.errors import counted, printable, quoted
-from ckptool.facts import WHOLE, Table, number, size
+from ckptool.facts import WHOLE, Table, number, percent, size
 from ckptool.formats import PROGRAMS
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def fit(text: str, room: int) -> tuple[str, str]:
         start = next((at for at in starts if len(text) - at <= room), len(text))
         ends.append(text[start:])
         text = text[: max(start - 1, 0)]
-    return ends[0], ends[1]
+    return ends[0], "" if ends[1].isdigit() else ends[1]  # it would pass for a size
 
 
 def curve_path(curve: Curve, width: int, height: int) -> str:
@@ -136,9 +136,11 @@ def _verdicts(file: FileReport) -> Iterator[tuple[str, str, str, str]]:
     nothing = ("good", "Nothing unknown", "It calls only what builds tensors and values.")
     yield ("Would it run anything?", *next((verdict for code, verdict in runs.items() if code in codes), nothing))
     health = file.health
-    bad_count = sum(1 for stats in file.inspection.statistics.values() if stats.nans or stats.infs)
+    bad_count = len(file.inspection.non_finite)
     is_partial = any(reason != "empty" for reason in health.skipped.values())
-    answer = f"{counted(bad_count, 'tensor')} with NaN or Inf" if bad_count else "All that were read"
+    unset = sum(bool(stats.nans or stats.infs) for stats in file.inspection.statistics.values()) - bad_count
+    finite = f"All but {unset:,} without a value yet" if unset else "All that were read"
+    answer = f"{counted(bad_count, 'tensor')} with NaN or Inf" if bad_count else finite
     tone = "bad" if bad_count else "warn" if is_partial else "good"
     read = f"{health.read:,} of {counted(health.tensors, 'tensor')} read."
     yield "Are the values finite?", *((tone, answer) if health.read else ("", "Not looked at")), read
@@ -184,20 +186,18 @@ class Cell(NamedTuple):
         return "".join(signs) + ("" if self.leaf else "[./]*")
 
 
-def treemap(
-    divided: Sequence[PartSummary], statistics: Mapping[str, Statistics], width: float, height: float
-) -> Iterator[Cell]:
+def treemap(divided: Sequence[PartSummary], non_finite: Collection[str], width: float, height: float) -> Iterator[Cell]:
     """The modules of all parts as cells with areas as their bytes; the largest are divided while there is room."""
     total, limit = sum(part.bytes for part in divided), max(int(CELLS * width / 1_000), 56)
     shown = heapq.nlargest(limit, [part for part in divided if part.bytes], key=lambda part: part.bytes)
     areas = boxes([part.bytes for part in shown], (0, 0, width, height))
     for part, area in zip(shown, areas, strict=True):
-        cells = list(_modules(part, statistics, max(limit * part.bytes // total, 1)))
+        cells = list(_modules(part, non_finite, max(limit * part.bytes // total, 1)))
         for cell, box in zip(cells, boxes([cell.bytes for cell in cells], area), strict=True):
             yield cell._replace(box=box)
 
 
-def _modules(part: PartSummary, statistics: Mapping[str, Statistics], limit: int) -> Iterator[Cell]:
+def _modules(part: PartSummary, non_finite: Collection[str], limit: int) -> Iterator[Cell]:
     """A part's modules, largest first; small ones go together in the cell of the module that they are in."""
     items = list(zip([address(row.path) for row in part.rows], part.sizes, strict=True))
     start, groups = _by_piece(items, len(part.root.address) + 1 if part.root.address else 0)
@@ -218,7 +218,7 @@ def _modules(part: PartSummary, statistics: Mapping[str, Statistics], limit: int
     hues: dict[str, int] = {}
     for name, members in [*((name, members) for *_, name, members in cells[: 2 * CELLS]), ("", remaining)]:
         hue = hues.setdefault(_piece(name, start), len(hues) % HUES) if part.root.is_model else HUES
-        bad = sum(1 for place, _ in members if (row := statistics.get(place)) is not None and (row.nans or row.infs))
+        bad = sum(place in non_finite for place, _ in members)
         label = name[start:] if any(c.isalpha() for c in name[start:]) else name  # a number alone says nothing
         if nbytes := sum(nbytes for _, nbytes in members):
             yield Cell(name, label, [place for place, _ in members] == [name], len(members), nbytes, hue, bad)
@@ -380,10 +380,9 @@ def _changes(report: CheckpointReport, compared: _Compared) -> dict[str, Any]:
     # What changed, in a few words for each kind of change.
     clauses, bad = list[str](), list[set[str | None]]()
     for side, file in enumerate(report.files):
-        statistics = file.inspection.statistics if file.inspection is not None else {}
+        places = file.inspection.non_finite if file.inspection is not None else ()
         rows = file.inspection.tensors if file.inspection is not None else ()
-        of_row = ((row, statistics.get(row.address)) for row in rows)
-        bad.append({compared.name(side, row) for row, stats in of_row if stats and (stats.nans or stats.infs)} - {None})
+        bad.append({compared.name(side, row) for row in rows if row.address in places} - {None})
     for letter, new in (("B", bad[1] - bad[0]), ("A", bad[0] - bad[1])):
         if new:
             clauses.append(f"NaN or Inf only in {letter}: {_names_text(sorted(filter(None, new)))}")

@@ -74,7 +74,7 @@ def git_check(
     try:
         report = verified(source, finite=True)[0] if not pointer else Verification(file)
         problems += report.problems
-        for row in report.non_finite or ():
+        for row in (row for row in report.non_finite or () if not row.unset):
             what = f"{row.address or WHOLE}: {row.nans:,} NaN, {row.infs:,} Inf of {row.count:,}"
             problems.append(Problem("non-finite", what))
         files = () if pointer or report.problems else scan(source.path).files

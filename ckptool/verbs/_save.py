@@ -24,7 +24,7 @@ from ckptool.checkpoint.nodes import Object, fields
 from ckptool.checkpoint.paths import is_url, may_exist, named_urls
 from ckptool.checkpoint.tree import address, holders, replaced_at, storages, stored_parts, tensors, walk
 from ckptool.commands import FILE, NAME, OUT, OUT_SAFETENSORS, VERBS, Command, Slot, arg, command, input_of
-from ckptool.conventions.optimizer_keys import PARAMETER_LISTS, nested
+from ckptool.conventions.optimizer_keys import nested
 from ckptool.conventions.state_dicts import MANY_STATE_DICTS, optimizers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, Unsupported, UsageError, counted, escaped, form, listed
 from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, replace, size
@@ -446,19 +446,28 @@ class FileChange(Change):
             changed = replace(self.original, tree=replaced_at(self.original.tree, base, changed.tree))
         return self.write(self.original, changed, changes=changes, beside=beside)
 
-    def left_outside(self, names: Collection[str], *, moved: bool = False) -> Iterator[Note]:
-        """Notes on optimizers outside of the part that have these names for parameters in it.
+    def old_names(self, changed: Checkpoint, names: Collection[str], *, moved: bool = False) -> Iterator[Note]:
+        """Notes on what still has these old names of weights: lists, tables, and optimizers outside of the part.
 
-        moved: it is not the names alone that changed, so that it concerns those with numbers, too.
+        changed: the part, where optimizers have the new names.  moved: it is not the names alone that changed, so that
+        it concerns optimizers outside that have numbers, too.
         """
-        for path, optimizer in optimizers(nested(self.outside)):
-            groups = [group for group in optimizer["param_groups"] if isinstance(group, dict)]
-            lists = [group[field] for group in groups for field in PARAMETER_LISTS if field in group]
-            holders = (holder for holder in (*lists, optimizer["state"]) if isinstance(holder, (list, dict)))
-            slots = dict.fromkeys(slot for holder in holders for slot in holder if type(slot) in (str, int))
-            if old := [slot for slot in slots if (slot in names if type(slot) is str else moved)]:
-                what = f"keeps the old names: {listed(old, 3)}" if type(old[-1]) is str else "stays as it was"
-                yield Note("old-names", f"{address(path)} is outside the changed part and {what}")
+        outside = nested(self.outside)
+        for path, optimizer in optimizers(outside) if moved else ():
+            if any(type(slot) is int for slot in optimizer["state"]):
+                yield Note("old-names", f"{address(path)} is outside the changed part and stays as it was")
+        places, old = list[str](), dict[str, None]()
+        for base, tree in ((self.part.base, changed.tree), ((), None if self.extract else outside)):
+            for path, node in walk(tree) if names else ():
+                texts: Iterable[Any] = node if isinstance(node, (list, tuple)) else ()
+                if isinstance(node, dict) and "_metadata" not in path:  # which has modules, not weights
+                    texts = [key for key, value in node.items() if not isinstance(value, TensorEntry)]
+                if stale := [text for text in texts if type(text) is str and "." in text and text in names]:
+                    places.append(address((*base, *path)))
+                    old |= dict.fromkeys(stale)
+        if places:
+            what = f"{listed(places, 3)} {form(len(places), 'keeps', 'keep')} the old names of weights"
+            yield Note("old-names", f"{what}: {listed([*old], 3)}")
 
 
 def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, in_place: bool = False) -> Change:
@@ -554,7 +563,7 @@ def renamed_file(change: FileChange, renamed: Renamed, clean: str) -> Written | 
         *([f"… {len(names) - 3:,} more"] if len(names) > 3 else []),
         changed=renamed.changed,
         keys=renamed.total,
-        notes=change.left_outside(renamed.names),
+        notes=change.old_names(renamed.checkpoint, renamed.names.keys() - renamed.names.values()),
     )
 
 

@@ -264,7 +264,7 @@ def _file_report(opened: Opened, files: int) -> FileReport:
             skipped |= dict.fromkeys(places, problem.what)
     inspection = with_statistics(contents, {place: value.numbers for place, value in values.items()}, opened.path)
     pictures = {place: value.picture for place, value in values.items()}
-    return FileReport(inspection, of_opened(opened, None, contents), pictures, health(contents, values, skipped))
+    return FileReport(inspection, of_opened(opened, None, contents), pictures, health(inspection, values, skipped))
 
 
 def health(listing: Listing, values: Mapping[str, Values], skipped: dict[str, str]) -> Health:
@@ -279,7 +279,8 @@ def health(listing: Listing, values: Mapping[str, Values], skipped: dict[str, st
         if place not in values:
             continue
         stats, zero_rows = values[place].numbers, values[place].zero_rows or 0
-        texts = {"nan": _count_text(stats.nans, stats.count), "inf": _count_text(stats.infs, stats.count)}
+        is_odd = place in listing.non_finite
+        texts = {kind: _count_text(n, stats.count) for kind, n in (("nan", stats.nans), ("inf", stats.infs)) if is_odd}
         is_matrix = sum(size > 1 for size in tensor.shape or ()) > 1 and tensor.dtype and tensor.dtype.kind in _FLOATS
         is_weight = row.path and "weight" in str(row.path[-1]).rpartition(".")[2]
         if is_matrix and is_weight and any(row.path[: len(path)] == path for path in models):

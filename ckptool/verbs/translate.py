@@ -142,9 +142,9 @@ def translate(
         changed, notes = replace(exported.checkpoint, base=()), exported.notes
         behind = [*([remark] if remark else []), *leftovers.lines]
     else:
-        notes = (
-            *change.left_outside({key for _, root in outcome.roots for s in root.steps for key in s.keys}, moved=True),
-        )
+        old = {key for _, root in outcome.roots for step in root.steps for key in step.keys}
+        old -= {key for _, root in outcome.roots for key in root.items}
+        notes = (*change.old_names(changed, old, moved=True),)
     if shards:
         changed = divided(replace(changed, origin=None), shard_size, beside.stem)
     written = change.write(original, changed, beside=beside) if weights_alone else change.save(changed, beside=beside)

@@ -19,7 +19,7 @@ from torch import nn
 import ckptool
 from ckptool.cli import main
 from ckptool.commands import VERBS as COMMANDS
-from ckptool.commands import function_of
+from ckptool.commands import function_of, parameters_of
 from fixtures.readme import make_readme_files
 from tests.support.cli import Ran, Run, done
 from tests.support.looped import looped
@@ -151,6 +151,17 @@ def test_what_was_meant_is_told_in_one_line(examples: Path, run: Run) -> None:
         text = told(run(*shlex.split(line)))
         assert words in text and len(text.split("\n")[0]) < 200 and text.count("No such file") <= 1, (line, text)
     assert "did you mean" not in told(run("inspect", "nothing-like-it.bin"))
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_an_option_by_its_name_in_python_is_led_to_its_own(verb: str, run: Run) -> None:
+    params = parameters_of(function_of(verb))
+    flags = {flag for param in params for flag in param.option.flags}
+    for param in params:
+        typed = f"--{param.name.replace('_', '-')}"
+        if param.option.flags and typed not in flags:
+            shown = told(run(*verb.split(), typed))
+            assert f"Did you mean {param.option.flags[-1]}?" in shown or "It is an option of" in shown, (typed, shown)
 
 
 @pytest.mark.parametrize("suffix", [".safetensor", ".safetensors2", ".onnx", ".gguf", ".npy"])

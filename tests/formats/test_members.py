@@ -70,6 +70,14 @@ def test_who_wrote_a_folder_is_said_and_not_written(accelerate: Path, tmp_path: 
     assert "accelerate" not in "".join(path.read_text() for path in (tmp_path / "hf").glob("*.json"))
 
 
+def test_how_far_a_trainer_got_is_said(tmp_path: Path, run: Run) -> None:
+    save_file({"a.weight": torch.ones(2, 2), "b.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    torch.save({"state": {}, "param_groups": []}, tmp_path / "optimizer.pt")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 1200, "epoch": 1.5}')
+    for verb in ("inspect", "verify"):
+        assert "3 of 3 members are whole, saved at step 1,200: the weights," in run(verb, str(tmp_path)).out
+
+
 @pytest.mark.parametrize("models", [1, 2, 3])
 @pytest.mark.parametrize("safe", [True, False])
 def test_the_weights_of_several_models_are_not_taken_for_one(safe: bool, models: int, tmp_path: Path, run: Run) -> None:

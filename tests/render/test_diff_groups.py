@@ -90,8 +90,8 @@ def test_no_word_is_cut_at_any_width(width: int) -> None:
 
 
 def test_what_a_number_does_not_say_is_said() -> None:
-    for other, word in (([1.0, float("nan")], "NaN, inf"), ([1.0, 3.0], "16.7 %")):
-        assert f"\n  {word}  " in told(differences({"w": BEFORE}, {"w": entry(other)}))
+    for other, word in (([1.0, float("nan")], "NaN, inf"), ([1.0, 3.0], "16.7%")):
+        assert f" {word}  " in told(differences({"w": BEFORE}, {"w": entry(other)}))
     assert "\n  bits only  " in told(differences({"w": entry([0.0])}, {"w": entry([-0.0])}))
 
 

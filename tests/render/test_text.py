@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
 
 import ckptool
 from ckptool.analysis.curves import Curve
@@ -18,7 +21,7 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, ro
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.commands import arg
 from ckptool.errors import NotACheckpoint
-from ckptool.facts import Note, Page, Report, Table, cyan, dim
+from ckptool.facts import Note, Page, Report, Table, cyan, dim, percent
 from ckptool.render.lines import Style, error_text, lines
 from ckptool.render.lines import text as report_text
 from ckptool.training.reports import Evaluated, Outcome, Proof, Rehearsal, RunHistory, RunReport
@@ -70,14 +73,50 @@ def test_parts_that_look_alike_are_shown_once() -> None:
 def test_the_last_column_hangs_where_a_line_is_too_long() -> None:
     text = "one two three four five six seven"
     table = Table([("a" * 9, "1", dim(text)), ("b", "22", "x")], right=(1,), indent=0, hang=5)
-    assert list(lines([table])) == [f"aaaaaaaaa   1  {text}", "b      22  x"]
-    first, second, last = lines([table], Style(True, 38))
-    assert first == "aaaaaaaaa   1  \x1b[2mone two three four five\x1b[0m" and last == "b      22  x"
-    assert second == " " * 15 + "\x1b[2msix seven\x1b[0m"
+    assert list(lines([table])) == [f"aaaaaaaaa   1  {text}", "b  22  x"]
+    first, second, third, last = lines([table], Style(True, 28))
+    assert first == "aaaaaaaaa" and last == "b  22  x"
+    assert (second, third) == ("    1  \x1b[2mone two three four\x1b[0m", " " * 7 + "\x1b[2mfive six seven\x1b[0m")
+
+
+@pytest.mark.parametrize("width", [None, 60, 80, 200])
+def test_columns_are_those_of_a_terminal(width: int | None) -> None:
+    names = [
+        "plain.weight",
+        "宽字符层.重量",
+        "emoji🔥.bias",
+        "e\u0301.weight",
+        "层" * 5,
+        "long." * 30,
+        "a, long. " * 12 + "z",
+    ]
+    rows = [(name, "12", dim("f32 [3]")) for name in names]
+    for hang in (None, 20):
+        shown = list(lines([Table(rows, right=(1,), hang=hang)], Style(width=width)))
+        last = [line[: line.index("f32")] for line in shown if "f32" in line]
+        assert len(last) == len(names) and set(names) <= {re.split("  +", line.strip())[0] for line in shown}
+        starts = {cell_len(start) for start in last if not start.lstrip().startswith(("long.", "a, "))}
+        assert len(starts) == 1 and max(starts) < 60  # of rich, and few long names do not push the others
+
+
+def test_units_and_shapes_stay_with_their_numbers() -> None:
+    words = ["is", "44.8 MB", "(16 B);", "f32 [64, 3, 7]", "[1, 2],", "9 kB,", "Big", "and 5"]
+    text = " ".join(words * 9)
+    for width in range(20, 90):
+        shown = Style(width=width).page(text).split("\n")
+        assert max(map(len, shown)) <= width and " ".join(line.strip() for line in shown) == text
+        assert not [line for line in shown if re.match(r" *(?:[kMGT]?B\b|\[\d+, \d+, )", line)]
+
+
+@given(st.integers(0, 10**7), st.integers(1, 10**7))
+def test_only_all_is_100_percent(part: int, total: int) -> None:
+    text = percent(min(part, total) / total)
+    assert (text == "100%") is (part >= total) and (text == "0%") is (part == 0)
+    assert abs(float(text[:-1]) - 100 * min(part, total) / total) <= 0.1 and text.endswith("%")
 
 
 def test_heads_of_a_table_are_escaped_at_every_width() -> None:
-    table = Table([("1", "0.5")], heads=("step", "loss\x1b[31m\n"))  # a metric is called as a run's files say
+    table = Table([("1", "0.5")], heads=("step", "loss\x1b[31m\n"), right=(1,))  # a metric's name in a run's files
     for width in (None, 10):
         assert r"loss\x1b[31m\n" in "\n".join(lines([table], Style(width=width)))
 

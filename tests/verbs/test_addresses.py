@@ -3,6 +3,7 @@ did not."""
 
 import copy
 import os
+import random
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -271,6 +272,31 @@ def test_names_that_an_optimizer_outside_has_are_told(tmp_path: Path) -> None:
         file = saved({"net": {"module.w": torch.ones(2)}, "optimizer": optimizer}, tmp_path / "f.pt")
         done = ckptool.translate(f"{file}#net", "module.w => w : unsqueeze 0", tmp_path / "out.pt", overwrite=True)
         assert [note.code for note in done.notes] == ["old-names"]
+
+
+@looped("seed", range(60), here=12)
+def test_whatever_keeps_the_old_names_is_told(seed: int, tmp_path: Path) -> None:
+    """Lists and tables of names beside the weights, as DeepSpeed keeps them; what torch loads of the output is searched
+    for strings in full."""
+    draw = random.Random(seed)
+    old = [f"module.{draw.choice('ab')}.{number}" for number in range(draw.randint(1, 6))]
+
+    def beside(depth: int = 0) -> Any:
+        kinds = [lambda: draw.randint(0, 9), lambda: draw.choice([*old, "a.0", "module", "relu"]), lambda: None]
+        if depth < 3:
+            kinds += [lambda: [beside(depth + 1) for _ in range(draw.randint(0, 3))]]
+            kinds += [lambda: {draw.choice([*old, "shape", 3]): beside(depth + 1) for _ in range(draw.randint(0, 3))}]
+        return draw.choice(kinds)()
+
+    facts = [beside() for _ in range(4)]
+    file = saved({"net": weights(*old), "facts": facts}, tmp_path / "f.pt")
+    notes = ckptool.strip_module(file, tmp_path / "out.pt", overwrite=True).notes
+    after = repr(load(tmp_path / "out.pt")["facts"])
+    assert after == repr(facts)
+    assert {note.code for note in notes} == ({"old-names"} if any(f"'{name}'" in after for name in old) else set())
+    named = {name for name in old if f"'{name}'" in after}
+    assert not notes or any(name in notes[0].message for name in named)
+    assert [*ckptool.doctor(file, fix=True, in_place=True).notes] == [*notes]
 
 
 def test_every_verb_says_in_its_help_what_an_address_means(run: Any, monkeypatch: Any) -> None:

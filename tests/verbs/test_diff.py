@@ -337,7 +337,9 @@ def test_elements_are_counted_under_each_name_as_torch_counts_them(tmp_path: Pat
     pairs = [(models[0][name], models[1][name]) for name in models[0]]
     assert found.elements == sum(one.numel() for one, _ in pairs) == 25
     assert found.changed_elements == sum(int((one != other).sum()) for one, other in pairs) == 23
-    assert "23 of 25 elements changed (92 %)" in str(found)
+    assert "23 of 25 elements changed (92%)" in str(found)
+    heads = [model | {"head": torch.ones(n, 3)} for model, n in zip(models, (2, 4), strict=True)]  # of another shape
+    assert "23 of 25 elements changed (92%)" in str(ckptool.diff(*heads))
 
 
 def compared(left: Any, right: Any, folder: Path, **options: Any) -> Diff:

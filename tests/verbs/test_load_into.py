@@ -131,7 +131,7 @@ def test_a_demand_that_comes_after_loading_says_that_it_is_done(tmp_path: Path) 
     del state["fc1.bias"]
     model = mlp()
     report = ckptool.load_into(model, saved(state, tmp_path / "model.pt"))
-    with pytest.raises(PlanRefused, match=r"was loaded into .*, but 94\.22 %") as found:
+    with pytest.raises(PlanRefused, match=r"was loaded into .*, but 94\.22%") as found:
         report.require(min_loaded=0.95)
     assert "loaded all the same" in found.value.why and torch.equal(model.fc2.weight, state["fc2.weight"])
     three_parts(found.value)

@@ -134,6 +134,31 @@ def test_a_file_that_cannot_be_opened_is_damaged_not_unreadable(tmp_path: Path) 
     assert codes(found) == ["truncated", "lost"] and found.problems[1].tensors in (("a",), ("b",))
 
 
+def test_a_best_value_that_is_not_set_yet_is_no_damage(tmp_path: Path, run: Run) -> None:
+    inf, nan, weights = torch.tensor(float("inf")), torch.tensor(float("nan")), {"fc.weight": torch.eye(2)}
+    optimizer = {"state": {0: {"step": inf}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    callback = {"ModelCheckpoint{'monitor': None}": {"kth_value": inf, "best_model_path": ""}}  # as Lightning writes it
+    cases: list[tuple[Any, list[str]]] = [
+        ({"state_dict": weights, "callbacks": callback, "best": -inf}, []),
+        ({"state_dict": weights, "loss": nan}, ["loss"]),
+        ({"state_dict": weights, "losses": inf[None]}, ["losses"]),
+        ({"state_dict": weights | {"logit_scale": inf}, "epoch": 1}, ["state_dict/logit_scale"]),
+        ({"state_dict": weights, "optimizer": optimizer}, ["optimizer/state/0/step"]),
+        ({"best": [inf, 2], "epoch": 1}, ["best/0"]),
+        (inf, [""]),
+    ]
+    for tree, names in cases:
+        path = saved(tree, tmp_path / "a.pt")
+        ends = [run(verb, str(path), *more) for verb, *more in (("verify", "--finite"), ("git-check",))]
+        assert [end.code for end in ends] == [bool(names)] * 2, (names, ends)
+        assert ("but for what has no value yet: " in ends[0].out) is (not names)
+        assert list(ckptool.inspect(path, stats=True).non_finite) == names
+        page = tmp_path / "page.html"
+        assert ("no problems" in run("report", str(path), "-o", str(page), "-f").out) is (not names)
+        verdict = "1 tensor with NaN or Inf" if names else "All but 2 without a value yet"
+        assert verdict in page.read_text()
+
+
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
 
 

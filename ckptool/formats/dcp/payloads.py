@@ -41,7 +41,7 @@ from ckptool.checkpoint.files import Folder, Part, Source
 from ckptool.checkpoint.nodes import brief
 from ckptool.checkpoint.paths import temporary_files
 from ckptool.checkpoint.tree import map_storages
-from ckptool.errors import LimitExceeded, MissingExtra, Truncated, Unsupported, listed
+from ckptool.errors import LimitExceeded, MissingExtra, Unsupported, listed
 from ckptool.facts import dataclass, field, replace
 from ckptool.formats import ZIP, safetensors, torch_zip
 from ckptool.formats.dcp.tables import Chunk, Place, Saved, owner_of
@@ -384,11 +384,7 @@ def inflate(part: Part, limit: int) -> Checkpoint:
             source = Source(str(part), os.dup(file.fileno()))
     except zstandard.ZstdError as error:
         raise damaged(part, f"it cannot be inflated: {error!s}") from None
-    try:
-        checkpoint = torch_zip.read(source)
-    except Truncated as error:
-        error.cut_archive = None  # no part of it can be recovered
-        raise
+    checkpoint = torch_zip.read(source)
 
     def unnamed(storage: Storage) -> Storage:  # nobody finds its bytes in a file by name
         return Storage(Computed(storage.nbytes, storage.data.read), storage.location, storage.crc)

@@ -227,13 +227,15 @@ def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool 
     trailing = tail[place + END.size :]
     if place < 0 or trailing[:4] == b"PK\x03\x04":
         what, why = "whose directory is missing", "a zip keeps its directory at the end."
+        zeros = len(tail) - len(tail.rstrip(b"\0"))
         if place >= 0:
             what = f"to which something was appended, and {what}"
             why = f"an archive ends at byte {tail_at + place + END.size:,}, but a record follows it."
+        elif zeros >= SECTOR:
+            why = f"{why[:-1]}, and its last {zeros:,}{' or more' * (zeros == len(tail))} bytes are zero."
         advice = "Download or copy it again, and compare the sizes."
-        error = Truncated(f"{source} is a zip archive {what}", f"The file was cut off: {why}", advice)
-        error.cut_archive = source.file if source.size == source.file.size else None
-        raise error
+        why = f"The file was cut off, or its end is damaged: {why}"
+        raise Truncated(f"{source} is a zip archive {what}", why, advice)
     at = -1
     while (at := tail.find(b"PK\x05\x06", at + 1, place)) >= 0:
         comment = int.from_bytes(tail[at + END.size - 2 : at + END.size], "little")
@@ -301,19 +303,24 @@ def directory_by(source: Readable, end: int) -> tuple[int, int]:
 def refuse_zip_behind(head: bytes, source: Readable) -> None:
     """Raises `Corrupt` or `Ambiguous` for a file that does not begin as a zip archive, but ends in the directory of
     one: some readers look nowhere else."""
+    if not ends_as_zip(source):
+        return
+    is_zeroed = not any(head[:4]) and table(source)[42:46] == bytes(4)  # its first entry is of a record there
+    if is_zeroed or sum(a == b for a, b in zip(head, b"PK\x03\x04", strict=False)) == 3:
+        raise Corrupt(f"{source} is a zip archive that begins with {head[:4].hex(' ')}: its first bytes were damaged")
+    raise Ambiguous(f"{source} begins like a different kind of file and ends like a zip archive")
+
+
+def ends_as_zip(source: Readable) -> bool:
+    """True for a file that ends in the directory of a zip archive, whatever it begins with."""
     tail, tail_at, place = last_end_record(source, END.size + FULL16)
     *_, size, _, comment = END.unpack_from(tail, place) if place >= 0 else (0, 0, 0)
     if place < 0 or place + END.size + comment != len(tail):
-        return
+        return False
     ends = (tail_at + place, tail_at + place - LOCATOR.size - END64.size)
     if size == FULL:
-        is_zip = tail[max(0, place - LOCATOR.size) : place][:4] == b"PK\x06\x07"
-    else:
-        is_zip = any(size and end >= size and source.read(end - size, 4) == b"PK\x01\x02" for end in ends)
-    if is_zip and sum(a == b for a, b in zip(head, b"PK\x03\x04", strict=False)) == 3:
-        raise Corrupt(f"{source} is a zip archive that begins with {head[:4].hex(' ')}: its first bytes were damaged")
-    if is_zip:
-        raise Ambiguous(f"{source} begins like a different kind of file and ends like a zip archive")
+        return tail[max(0, place - LOCATOR.size) : place][:4] == b"PK\x06\x07"
+    return any(size and end >= size and source.read(end - size, 4) == b"PK\x01\x02" for end in ends)
 
 
 # The end records -----------------------------------------------------------------------------------------------------
