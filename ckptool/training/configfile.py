@@ -217,7 +217,7 @@ def _lines(node: yaml.Node, place: Place, seen: set[int]) -> Iterator[tuple[Plac
 
 
 def plain(value: Any, place: Place = (), budget: list[int] | None = None) -> Any:
-    """A copy of plain values: strings, paths as strings, finite numbers, lists, dictionaries. Others are a `UsageError`.
+    """A copy of plain values: strings, paths as strings, finite numbers, lists, dictionaries. Else a `UsageError`.
 
     budget: how many more values there may be, in a list of one.
     """
