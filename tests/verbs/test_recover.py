@@ -1,7 +1,9 @@
 """`recover`: what is whole comes back in a checkpoint that others open, numpy and torch; what is lost is left out and
 named."""
 
+import contextlib
 import pickle
+import random
 import re
 import zipfile
 from itertools import pairwise
@@ -14,7 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.errors import CkptoolError, Conflict, FileProblem, NotACheckpoint, OutputExists, UsageError
+from ckptool.errors import (
+    CkptoolError,
+    Conflict,
+    Corrupt,
+    FileProblem,
+    NotACheckpoint,
+    OutputExists,
+    Truncated,
+    UsageError,
+)
 from ckptool.formats import marks, read
 from ckptool.verbs.recover import recover
 from fixtures.traps import TRAPS
@@ -217,6 +228,54 @@ def test_marks_add_up() -> None:
     for odd in ("", "[", "[]", "3", '{"lost": 1, "filled": [2], "lost_count": -1}', "[" * 100_000):
         assert marks.recovered_facts(odd)["lost"] == [] and len(marks.recovered_notes({marks.RECOVERED: odd})) == 1
     assert marks.recovered_notes({}) == ()
+
+
+def test_the_first_bytes_of_a_file_prove_nothing_that_the_rest_does_not(tmp_path: Path) -> None:
+    """Where the header of the first record is changed or zero, the file cannot be read, and nothing of it is lost."""
+    whole = torch.load(written(PLAIN, tmp_path / "whole.pt"))
+    flipped = [PLAIN[:at] + bytes([PLAIN[at] ^ 1 << at % 8]) for at in range(4)]
+    for number, first in enumerate((*flipped, *map(bytes, (4, 9, 30)))):
+        path, out = written(first + PLAIN[len(first) :], tmp_path / "first.pt"), tmp_path / f"{number}.pt"
+        with pytest.raises(Corrupt, match="its first bytes were damaged"):
+            ckptool.inspect(path)
+        assert recover(path, out).complete
+        assert_same_objects(torch.load(out), whole)
+
+
+def _some_damage(chosen: random.Random, data: bytes) -> bytes:
+    at, size = chosen.randrange(400, len(data)), chosen.choice([1, 2, 100, 512])
+    return chosen.choice([
+        data[:at], data[:at] + bytes(len(data) - at), data[:at] + bytes(2_000), data[: at + size] + data[at:],
+        data[:at] + data[at + size :], data[: at - at % 512] + bytes(len(data) - at + at % 512),
+        data[: -chosen.randrange(1, 20)] + bytes(chosen.randrange(1, 5)),
+        data[: -chosen.randrange(18, 98)] + data[-17:],
+    ])  # fmt: skip
+
+
+def test_what_a_damaged_file_is_told_to_do_can_be_done_and_no_cause_is_made_up(tmp_path: Path) -> None:
+    """`recover` is named where, and only where, it gives a file that torch reads. No file is called cut off without a
+    word on what else it may be."""
+    chosen, told = random.Random(5), 0
+    for number in range(200):
+        data = _some_damage(chosen, PLAIN)
+        path, out = written(data, tmp_path / "a.pt"), tmp_path / f"{number}.pt"
+        with contextlib.suppress(CkptoolError):
+            ckptool.inspect(path)
+            continue
+        with pytest.raises(CkptoolError) as caught:
+            ckptool.inspect(path)
+        error = caught.value
+        assert "cut off" not in error.why or " or " in error.why, (number, error)
+        if "directory is missing" in error.what and data.endswith(bytes(512)):
+            assert "bytes are zero" in error.why, (number, error)
+        if "recover" in error.fix:
+            told += 1
+            recover(path, out)
+            torch.load(out)
+        elif isinstance(error, (Corrupt, Truncated)):
+            with pytest.raises(CkptoolError):
+                recover(path, out)
+    assert told > 60
 
 
 def test_refusals(tmp_path: Path) -> None:
