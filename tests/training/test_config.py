@@ -7,10 +7,11 @@ import functools
 import json
 import os
 import re
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from ckptool.errors import Conflict, FileProblem, LimitExceeded, UsageError
@@ -316,6 +317,9 @@ def test_the_example_shows_every_key() -> None:
     assert {key for key in keys(parsed(example()).dumped()) if ".args." not in key} - shown == {"train.epochs"}
 
 
+TIMES = (90, 0.5, "90s", "30m", "1.5h", "2. d")
+
+
 def test_the_schema_is_one_that_editors_take() -> None:
     schema = json.loads(schema_text())
     assert schema["additionalProperties"] is False
@@ -323,3 +327,16 @@ def test_the_schema_is_one_that_editors_take() -> None:
     assert schema["$defs"]["Model"]["properties"]["from"]
     assert schema["$defs"]["Saving"]["properties"]["async"]
     assert all("description" in section for section in schema["$defs"].values())
+    judge = jsonschema.Draft202012Validator(schema)
+    for path in Path(__file__).parents[2].glob("examples/*.yaml"):
+        judge.validate(configfile.loaded(path.read_text(), path.name)[0])
+    base = {"run": "r", "train": {"steps": 5}}
+    for place, time in product(("stop.after", "save.seconds"), (*TIMES, "1h30m", "soon", "-5m", "", "m", -1, 0, True)):
+        section, key = place.split(".")
+        values = {**base, section: {key: time}}
+        try:
+            configfile.changed(values, [])
+            taken = True
+        except UsageError:
+            taken = False
+        assert judge.is_valid(values) == taken == (time in TIMES), time
