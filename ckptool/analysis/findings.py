@@ -320,7 +320,8 @@ def first_line(text: str, error: KnownError | None = None) -> str:
     lines = [line.strip() for line in text[:MAX_TEXT].splitlines() if line.strip()]
     matches = [line for line in lines if error is not None and error.pattern.search(line)]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning)\b", line)]
-    return printable((matches or errors or lines or [""])[0])[:200]
+    line = printable((matches or errors or lines or [""])[0])
+    return line if len(line) <= 400 else f"{line[:399]}…"
 
 
 def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = None) -> Diagnosis:

@@ -13,8 +13,8 @@ from typing import Annotated, Any, get_args
 from ckptool import commands
 from ckptool.commands import ALIASES, VERBS, Declared, Parameter, signature_of
 from ckptool.errors import UsageError, listed, quoted
-from ckptool.facts import Report
-from ckptool.render.lines import Style
+from ckptool.facts import Report, Table
+from ckptool.render.lines import Style, lines
 
 HELP_FLAGS = ("-h", "--help")
 WIDEST = 100  # columns; longer lines are hard to read
@@ -30,11 +30,11 @@ def program_help(style: Style, verbs: Sequence[str] = tuple(VERBS)) -> str:
     """The verbs by their groups, each with its line."""
     is_whole = len(verbs) == len(VERBS)
     prose = [textwrap.wrap(text, _width(style)) for text in ABOUT.split("\n\n")] if is_whole else []
-    lines = [
+    usages = [
         "Usage: ckptool COMMAND [OPTIONS] …",
         *(["       ckptool FILE            what is in it: inspect"] * is_whole),
     ]
-    blocks = [lines, *prose]
+    blocks = [usages, *prose]
     for group in dict.fromkeys(VERBS[verb].group for verb in verbs):
         rows = [(verb, VERBS[verb].about) for verb in verbs if VERBS[verb].group == group]
         blocks.append(_table(style, group.capitalize(), rows))
@@ -94,14 +94,8 @@ def about(parameter: Parameter) -> str:
 
 
 def _table(style: Style, title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
-    room = min(_ROOM, max(len(name) for name, _ in rows))
-    lines = [style.bold(title)]
-    for name, text in rows:
-        indent = " " * (room + 4)
-        wrapped = textwrap.wrap(text, _width(style) - len(indent), break_on_hyphens=False) or [""]
-        first, *rest = wrapped if len(name) <= room else ["", *wrapped]
-        lines += [f"  {name:{room}}  {first}".rstrip(), *(indent + line for line in rest)]
-    return lines
+    page = Style(style.colour, _width(style))
+    return page.page("\n".join(lines([Table(rows, title, hang=_ROOM)], page))).split("\n")
 
 
 def _width(style: Style) -> int:

@@ -13,15 +13,12 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint
 from ckptool.errors import printable
 from ckptool.facts import Report, Table, Told, Verbatim, replace
-from ckptool.render.lines import PYTHON, lines
+from ckptool.render.lines import PYTHON, cut, lines
 
 LIMIT = 30_000  # bytes of a page: a notebook keeps each that it shows
-CELL = "text-align:left;padding:0 1em 0 0;vertical-align:top;white-space:pre"
+STYLE = "<style>.ckptool td{text-align:left;padding:0 1em 0 0;vertical-align:top;white-space:pre}</style>"
+WRAPPED, LONG = ' style="white-space:pre-wrap;overflow-wrap:anywhere"', 60  # letters of a name
 MARKDOWN_LIMIT = 60_000  # characters: a summary on GitHub has room for sixteen, a comment for one
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def fitting(pieces: Sequence[str], room: int, remainder: str) -> str:
@@ -49,20 +46,20 @@ def report_html(report: Report) -> str:
     pending: list[Any] = []
 
     def end_lines() -> None:
-        text = "".join(f"{escape(_cut(line, 2_000))}\n" for line in lines(pending, PYTHON))
+        text = "".join(f"{escape(cut(line, 2_000))}\n" for line in lines(pending, PYTHON))
         pieces.extend([f'<pre style="margin:0.5em 0 0">{text}</pre>'] if text else [])
         pending.clear()
 
     for number, part in enumerate(_parts(report.told())):
         if number == 0 and isinstance(part, (str, tuple)) and not isinstance(part, Verbatim):
-            pieces.append(f"<b>{escape(_cut(next(lines([part], PYTHON), ''), 1_000))}</b>")
+            pieces.append(f"<b>{escape(cut(next(lines([part], PYTHON), ''), 1_000))}</b>")
         elif isinstance(part, Table) and part.rows:
             end_lines()
             pieces += _table(part)
         else:
             pending.append(part)
     end_lines()
-    return f'<div style="overflow-x:auto">{fitting(pieces, LIMIT, "… and more")}</div>'
+    return f'<div class="ckptool" style="overflow-x:auto">{STYLE}{fitting(pieces, LIMIT, "… and more")}</div>'
 
 
 def _parts(parts: Told) -> Iterator[Any]:
@@ -75,9 +72,9 @@ def _parts(parts: Told) -> Iterator[Any]:
 
 def _table(table: Table) -> Iterator[str]:
     rows, omitted = table.cells()
-    title = f'<caption style="text-align:left"><b>{escape(_cut(printable(table.title), 1_000))}</b></caption>'
+    title = f'<caption style="text-align:left;white-space:nowrap"><b>{escape(cut(table.title, 1_000))}</b></caption>'
     shown = [[printable(cell) for cell in row] for row in ([table.heads, *rows] if table.heads else rows)]
-    cells = ["".join(f'<td style="{CELL}">{escape(_cut(cell, 1_000))}</td>' for cell in row) for row in shown]
+    cells = ["".join(f"<td{WRAPPED * (len(c) > LONG)}>{escape(cut(c, 1_000))}</td>" for c in row) for row in shown]
     footer = f'<td colspan="{len(shown[0])}">{escape(PYTHON.spelled(table.more.format(f"{omitted:,}")).strip())}</td>'
     body = [f"<tr>{row}</tr>" for row in [*cells, *([footer] if omitted else [])]]
     lines = fitting(body, LIMIT // 2, "<tr><td>… and {} more</td></tr>")

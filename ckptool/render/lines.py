@@ -17,7 +17,8 @@ from ckptool.facts import Marked, Note, Report, Table, Told, Verbatim, dataclass
 _VERBS = "|".join(dict.fromkeys(verb.partition(" ")[0] for verb in VERBS))
 _COMMAND = re.compile(rf"ckptool (?:{_VERBS}) ")
 _UNIT = r"(?: (?:[kMGT]?B|\[[\d, ]{,30}\])[;:,.)]*(?= |$))?"  # stays with its number, and a shape with its type
-_WORDS = re.compile(rf" *(?:\x1b\[36m[a-z-][^\x1b]*\x1b\[0m|{_COMMAND.pattern}.*|[^ ]+{_UNIT})")  # a command is cyan
+_ARGUMENTS = r"(?:'[^']*'|[,;](?! )|[^,;'])*[,;]?"  # up to a comma or semicolon of the sentence; a command is cyan, too
+_WORDS = re.compile(rf" *(?:\x1b\[36m[a-z-][^\x1b]*\x1b\[0m|{_COMMAND.pattern}{_ARGUMENTS}|[^ ]+{_UNIT})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,13 @@ def _all_lines(parts: Told, style: Style) -> Iterator[str | None]:
 def _marked(piece: str, style: Style) -> str:
     mark, text = getattr(piece, "mark", ""), style.spelled(piece)
     return str(getattr(style, mark)(text)) if mark else text
+
+
+def cut(text: str, room: int) -> str:
+    """The beginning and the end of a text, as far as there is room."""
+    text = printable(text)
+    letters = max(room // 2, room - columns(text) + len(text))  # a wide one takes two columns
+    return text if columns(text) <= room else f"{text[: letters // 2]}…{text[1 - letters // 2 :]}"
 
 
 def columns(text: str) -> int:

@@ -29,6 +29,7 @@ from ckptool.conventions.state_dicts import PLAIN, StateDict, bare
 from ckptool.errors import counted, printable, quoted
 from ckptool.facts import WHOLE, Table, number, percent, size
 from ckptool.formats import PROGRAMS
+from ckptool.render.lines import cut
 
 if TYPE_CHECKING:
     from ckptool.analysis.diff import Diff
@@ -89,12 +90,6 @@ def page(report: CheckpointReport) -> str:
         events=[(kind, steps) for kind, name in EVENTS.items() if (steps := getattr(report.history, name, ()))],
         data=packed(report, compared) if any(map(_parts_of, report.files)) else "",
     )
-
-
-def cut(text: str, room: int) -> str:
-    """The beginning and the end of a text, as far as there is room."""
-    text = printable(text)
-    return text if len(text) <= room else f"{text[: room // 2]}…{text[1 - room // 2 :]}"
 
 
 def fit(text: str, room: int) -> tuple[str, str]:

@@ -425,8 +425,7 @@ class RunHistory(Report):
         meanings = self._events() | {"!": ("NaN or infinite", odd)}
         rows = []
         for letter, (word, steps) in meanings.items():
-            others = f" and {len(steps) - 1:,} more, up to {steps[-1]:,}" if len(steps) > 1 else ""
-            rows += [(letter, f"{word} at {steps[0]:,}{others}")] if steps else []
+            rows += [(letter, f"{word} at {listed([f'{step:,}' for step in steps], 4)}")] if steps else []
         yield Table(rows)
         if self.left_out:
             yield f"  not drawn: {counted(self.left_out, 'more curve')}"

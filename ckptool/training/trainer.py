@@ -494,8 +494,8 @@ def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | No
     choice = str(checkpoint) if checkpoint is not None else BEST if BEST in choices else NEWEST
     if choice not in choices:
         raise UsageError(
-            f"{folder} has no checkpoint {choice}",
-            f"Available: {listed(list(choices), 12)}." if choices else "It has none.",
+            f"{folder} has no checkpoint {choice if choices else 'yet'}",
+            f"Available: {listed(list(choices), 12)}." if choices else "",
         )
     saved = check(choices[choice], config.save.verify)
     chosen = {BEST: f"the best {config.eval.metric}", NEWEST: NEWEST}.get(choice, "")

@@ -29,7 +29,7 @@ from ckptool.conventions.state_dicts import PLAIN, StateDict
 from ckptool.errors import CkptoolError, MissingExtra, NoMatch, UsageError, counted, escaped, printable, quoted
 from ckptool.facts import WHOLE, Marked, Page, bars, bold, dataclass, dim, number, size
 from ckptool.formats import Opened, open_file
-from ckptool.render.lines import error_text, lines
+from ckptool.render.lines import columns, cut, error_text, lines
 from ckptool.verbs._options import File
 
 AT_ONCE = 1 << 26, 1 << 20  # bytes up to which statistics are read unasked: of files, of URLs
@@ -174,10 +174,12 @@ def browser(opened: Opened) -> Any:
             while ancestor := ancestor.parent:
                 room -= self.guide_depth
             what, total, colour = facts_of(node.data)
-            label.append(printable(node.data.label or "''"), style=style)
-            limit = max(room - min(label.cell_len, 16) - 12, 1)
+            name = printable(node.data.label or "''")
+            limit = max(room - min(label.cell_len + columns(name), 16) - 12, 1)
             what = "  " + (what if len(what) <= limit else f"{what[: limit - 1]}…")
-            label.truncate(max(room - len(what) - 10, 8), overflow="ellipsis", pad=True)
+            width = max(room - len(what) - 10, 8)
+            label.append(cut(name, max(width - label.cell_len, 4)), style=style)  # siblings differ at their ends
+            label.truncate(width, overflow="ellipsis", pad=True)
             return label.append(what, style=colour or "dim").append(f"{total:>10}", style="dim")
 
         def fill(self, node: Any) -> None:

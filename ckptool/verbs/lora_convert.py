@@ -27,7 +27,7 @@ def lora_convert(
     adapter: AdapterArgument,
     out: Out = None,
     *,
-    to: Annotated[Scheme, option("--to SCHEME", "The names: peft, kohya or diffusers.")],
+    to: Annotated[Scheme, option("--to SCHEME", "The naming scheme.")],
     base: Annotated[Files, repeated("--base FILE", "A base model that the adapter fits: resolves kohya's names.")] = (),
     config: ConfigOption = None,
     **options: Unpack[Save],

@@ -19,7 +19,7 @@ class Checker(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.open.append(tag)
         self.seen.add(tag)
-        assert {name for name, _ in attrs} <= {"style"}
+        assert {name for name, _ in attrs} <= {"style", "class"}
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -40,3 +40,10 @@ def test_html_is_escaped_and_well_formed(tmp_path: Path) -> None:
         assert not checker.open and "script" not in checker.seen and checker.seen >= {"table", "tr", "td"}
         assert "\x1b" not in html and "&lt;script&gt;" in html and "colour" not in html
     assert "strip-module" in found._repr_html_()
+
+
+def test_every_row_of_a_usual_model_is_shown_whole(tmp_path: Path) -> None:
+    state = {f"layers.{n}.{'name_' * 12}{end}": torch.ones(2) for n in range(20) for end in "ab"}
+    torch.save(state, tmp_path / "a.pt")
+    html = ckptool.inspect(tmp_path / "a.pt", stats=True)._repr_html_()
+    assert all(name in html for name in state) and len(html.encode()) <= 30_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,17 @@ def test_a_table_wider_than_the_terminal_keeps_its_columns() -> None:
     assert max(map(len, shown)) <= 50 and "checkpoints/step-1.pt" in shown
     starts = {line.index("good") for line in shown if "good" in line}
     assert starts == {shown[0].index("state")} and sum("model weights" in line for line in shown) == 2
+
+
+@given(st.lists(st.text("ab ,;{}$", min_size=1, max_size=30), min_size=1, max_size=3))
+def test_a_command_in_a_sentence_stays_whole(names: list[str]) -> None:
+    lightning = "model.pt#callbacks/{'monitor': None, 'mode': 'min', 'every_n_epochs': 1}"
+    commands = [shlex.join(["ckptool", "show", name]) for name in (*names, lightning)]
+    sentence = f"It is too long for one line: {', or '.join(commands)}, and nothing else."
+    for width in (20, 60, 80):
+        page = Style(width=width).page(sentence)
+        assert all(command in page for command in commands), page
+        assert re.sub(r"\n +", " ", page) == sentence or any("  " in name for name in names)
 
 
 def test_only_commands_stay_whole() -> None:

@@ -128,6 +128,14 @@ def test_a_pattern_is_looked_for_when_no_more_letters_come(tmp_path: Path, monke
     asyncio.run(walk())
 
 
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_names_that_differ_at_their_ends_differ_on_the_screen(width: int, tmp_path: Path) -> None:
+    state = {f"{first}{'name_' * 50}{last}": torch.zeros(3) for first in ("a_", "名_") for last in "xyz"}
+    (shown,) = walked(saved(state, tmp_path / "a.pt"), screen, size=(width, 24))
+    names = {line.split("f32")[0].strip() for line in shown if "f32" in line and "─ " in line}
+    assert len(names) == len(state) and all("…" in name for name in names)
+
+
 @pytest.mark.parametrize("size", [(40, 10), (80, 12), (120, 8)])
 def test_in_a_low_terminal_half_of_it_is_the_tree(tmp_path: Path, size: tuple[int, int]) -> None:
     state = {f"name{'x' * n}": torch.zeros(n) for n in range(1, 9)}
