@@ -261,7 +261,7 @@ def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
 
     def add(branch: Branch, indent: str) -> None:
         for child in branch.expanded:
-            label = indent + child.label + (f" ×{child.run:,}" if child.run > 1 else "")
+            label = indent + (child.label or "''") + (f" ×{child.run:,}" if child.run > 1 else "")
             lines.append((label, None if child.is_tied else child.size, dim(child.detail)))
             add(child, indent + "  ")
         if branch.hidden:
