@@ -24,11 +24,11 @@ from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import no_collection, visit
 from ckptool.checkpoint.nodes import Set, same_kind
 from ckptool.checkpoint.tree import address, rebuild, storages, stored_parts, walk
-from ckptool.commands import OUT, command, other_program
+from ckptool.commands import OUT, OUT_PT, command, other_program
 from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, FileProblem, Unsupported, UsageError, counted
 from ckptool.facts import LIVE, Bytes, dataclass, replace
-from ckptool.formats import marks, safetensors, torch_zip
+from ckptool.formats import DEFAULT, for_output, marks, safetensors, torch_zip
 from ckptool.formats.checksums import checksums
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.formats.zip import directory
@@ -201,7 +201,8 @@ def with_whole_count(error: CkptoolError, source: Input) -> CkptoolError:
             storages = counted(len(walk.sizes), "storage")
             tally = counted(len(intact), f"of its {storages} looks whole", f"of its {storages} look whole")
             why = f"{error.why} {tally}. Copy or download it again if you can."
-            save = command("recover", source.path, out=OUT)
+            is_misnamed = for_output(source.path, DEFAULT).tensors_only
+            save = command("recover", source.path, out=OUT_PT if is_misnamed else OUT)
             return type(error)(error.what, why, f"Save what is whole: {save}")
     return error
 

@@ -8,7 +8,7 @@ order of keys stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -233,12 +233,6 @@ def _is_plain_call(node: Object) -> bool:
 
 def _is_accepted(args: Any) -> bool:
     """True if the arguments of a rebuild call contain nothing that `weights_only` refuses."""
-
-    def arguments(node: Any) -> Iterable[Any]:  # a node's parts; of a call the arguments: its name is judged with it
-        node = node.made if isinstance(node, Composite) else node
-        return (node.args,) if isinstance(node, Object) else structural_parts(node)
-
-    return all(
-        _is_plain_call(part) if isinstance(part, Object) else not isinstance(part, Global) or _is_allowed(part)
-        for part in visit(args, arguments)
-    )
+    inside = _Plain()
+    inside.mapper.map(args)
+    return not inside.words

@@ -270,7 +270,11 @@ def test_plain_values_of_what_is_hashed_can_be_hashed(title: str, tmp_path: Path
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize(
-    "value", [b"a", b"", bytearray(b"a"), bytearray(), "a", [_noted(torch.ones(2), torch.ones(1))]]
+    "value",
+    [b"a", b"", bytearray(b"a"), bytearray(), "a", frozenset()]
+    + [
+        [_noted(torch.ones(2), note)] for note in (torch.ones(1), b"", bytearray(), frozenset(), {1}, {"a": (b"",)}, 1j)
+    ],
 )
 @pytest.mark.parametrize("protocol", [2, 3])
 def test_bytes_and_attributes_are_said_to_be_taken_where_torch_takes_them(

@@ -258,7 +258,7 @@ def test_what_a_damaged_file_is_told_to_do_can_be_done_and_no_cause_is_made_up(t
     chosen, told = random.Random(5), 0
     for number in range(200):
         data = _some_damage(chosen, PLAIN)
-        path, out = written(data, tmp_path / "a.pt"), tmp_path / f"{number}.pt"
+        path, out = written(data, tmp_path / ("a.pt", "a.safetensors")[number % 2]), tmp_path / f"{number}.pt"
         with contextlib.suppress(CkptoolError):
             ckptool.inspect(path)
             continue
@@ -270,6 +270,7 @@ def test_what_a_damaged_file_is_told_to_do_can_be_done_and_no_cause_is_made_up(t
             assert "bytes are zero" in error.why, (number, error)
         if "recover" in error.fix:
             told += 1
+            assert ("OUT.pt" in error.fix) is (path.suffix == ".safetensors")
             recover(path, out)
             torch.load(out)
         elif isinstance(error, (Corrupt, Truncated)):
