@@ -321,8 +321,8 @@ def part_of(checkpoint: Checkpoint, at: str) -> Checkpoint:
 
     metadata = {key: value for key, value in checkpoint.metadata.items() if key != marks.RECOVERED}
     metadata |= marks.recovered(checkpoint.metadata, path)
-    alone: dict[str, Any] = {"discarded": (), "extras": {}, "origin": None, "memory": None}
-    return replace(checkpoint, tree=node, metadata=metadata, base=(*checkpoint.base, *path), **alone)
+    base = (*checkpoint.base, *path)
+    return replace(checkpoint, tree=node, metadata=metadata, base=base, discarded=(), extras={}, origin=None)
 
 
 def is_in_memory(value: object) -> bool:

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -46,10 +46,13 @@ def _number(value: Any) -> Any:
     return value
 
 
+_TIME = r"([0-9]+\.?[0-9]*) *([smhd])"
+
+
 def _seconds(value: Any) -> Any:
     """A time in seconds, also of words like 30m."""
     units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-    if isinstance(value, str) and (match := re.fullmatch(r"([0-9]+\.?[0-9]*) *([smhd])", value)):
+    if isinstance(value, str) and (match := re.fullmatch(_TIME, value)):
         return float(match[1]) * units[match[2]]
     if isinstance(value, str):
         raise ValueError(f"should be a number of seconds or a time like 90s, 30m, 2h or 1d (it is {value[:40]!r})")
@@ -59,7 +62,8 @@ def _seconds(value: Any) -> Any:
 Number = Annotated[float, BeforeValidator(_number)]
 Positive = Annotated[int, Field(gt=0), BeforeValidator(_number)]
 PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(_number)]
-Seconds = Annotated[float, Field(gt=0), BeforeValidator(_seconds)]
+_WRITTEN = [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "pattern": f"^{_TIME}$"}]
+Seconds = Annotated[float, Field(gt=0), BeforeValidator(_seconds), WithJsonSchema({"anyOf": _WRITTEN})]
 Count = Annotated[int, Field(ge=0), BeforeValidator(_number)]
 Args = dict[str, Any]
 Strategy = Literal["single", "dp", "ddp", "fsdp", "split"]

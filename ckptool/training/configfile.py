@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -142,7 +143,8 @@ def assignment(text: str) -> tuple[Place, Any]:
     try:
         return place, loaded(value, "its value")[0]
     except UsageError as error:
-        raise UsageError(f"{arg('set')} {text!r}: the value is not YAML", f"{error.what}.") from None
+        what = f"{arg('set')} {text!r}: the value cannot stand in a configuration"
+        raise UsageError(what, f"{error.what}.") from None
 
 
 def _set(values: Any, place: Place, value: Any) -> None:
@@ -215,7 +217,7 @@ def _lines(node: yaml.Node, place: Place, seen: set[int]) -> Iterator[tuple[Plac
 
 
 def plain(value: Any, place: Place = (), budget: list[int] | None = None) -> Any:
-    """A copy of plain values: strings, paths as strings, numbers, lists, dictionaries. Others are a `UsageError`.
+    """A copy of plain values: strings, paths as strings, finite numbers, lists, dictionaries. Else a `UsageError`.
 
     budget: how many more values there may be, in a list of one.
     """
@@ -224,6 +226,9 @@ def plain(value: Any, place: Place = (), budget: list[int] | None = None) -> Any
     if budget[0] < 0 or len(place) > MAX_DEPTH or (isinstance(value, int) and value.bit_length() > MAX_BITS):
         limits = f"{MAX_VALUES:,} values, lists in lists {MAX_DEPTH} deep, numbers of {MAX_BITS:,} bits"
         raise UsageError("the configuration is too large", f"It has at most {limits}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        what = f"{dotted(place) or 'a number'} is {value}, and not finite"
+        raise UsageError(what, "What is saved beside checkpoints is JSON, which has no such numbers.")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, os.PathLike):

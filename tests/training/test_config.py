@@ -7,10 +7,11 @@ import functools
 import json
 import os
 import re
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from ckptool.errors import Conflict, FileProblem, LimitExceeded, UsageError
@@ -76,7 +77,7 @@ WRONG_CHANGES = {
     "train.steps.x=1": "--set train.steps.x: train.steps is a value, not a section",
     "=3": "--set '=3' is not of the form KEY=VALUE",
     "seed": "--set 'seed' is not of the form KEY=VALUE",
-    "seed=[": "--set 'seed=[': the value is not YAML",
+    "seed=[": "--set 'seed=[': the value cannot stand in a configuration",
     "hooks.3=x": "run.yaml: hooks: should be a list (it is a section)",
     "train.epochs=1": "run.yaml:2: train: give steps or epochs, exactly one of the two",
     "train.steps=null": "run.yaml:2: train: give steps or epochs, exactly one of the two",
@@ -187,7 +188,7 @@ def test_odd_yaml_is_taken_or_told_with_its_line(odd: str) -> None:
             except UsageError as error:
                 assert not LEAKS.search(str(error)), error
             else:
-                json.dumps(made.dumped())
+                json.dumps(made.dumped(), allow_nan=False)  # it is saved beside every checkpoint
 
 
 LEAKS = re.compile(r"(?i)value error|input |pydantic|parse|instance|convert")
@@ -215,6 +216,20 @@ def test_wrong_values_are_told_in_words_of_ours() -> None:
                 configfile.checked(values, "run.yaml")
             except UsageError as error:
                 assert not LEAKS.search(str(error)), error
+
+
+@pytest.mark.parametrize("number", [".inf", "-.inf", ".nan"])
+def test_numbers_that_json_does_not_have_are_refused_wherever_they_stand(number: str) -> None:
+    """The configuration is saved beside every checkpoint, as JSON: the run would end at its first save."""
+    base, value = {"run": "r", "train": {"steps": 5}}, float(number.replace(".", ""))
+    within = {"models.main.clip.norm", "optim.main.clip.value", "optim.main.schedule.args.gamma", "data.args.x"}
+    for place in {*leaves(parsed(example()).dumped()), *within, "optim.main.args.eps", "save.seconds"}:
+        values: Any = json.loads(json.dumps(base))
+        *above, last = place.split(".")
+        functools.reduce(lambda section, key: section.setdefault(key, {}), above, values)[last] = value
+        for given, changes in ((values, []), (base, [f"{place}={number}"])):
+            with pytest.raises(UsageError, match=f"is {value}, and not finite"):
+                configfile.changed(given, changes)
 
 
 # What may change ------------------------------------------------------------------------------------------------------
@@ -302,6 +317,9 @@ def test_the_example_shows_every_key() -> None:
     assert {key for key in keys(parsed(example()).dumped()) if ".args." not in key} - shown == {"train.epochs"}
 
 
+TIMES = (90, 0.5, "90s", "30m", "1.5h", "2. d")
+
+
 def test_the_schema_is_one_that_editors_take() -> None:
     schema = json.loads(schema_text())
     assert schema["additionalProperties"] is False
@@ -309,3 +327,16 @@ def test_the_schema_is_one_that_editors_take() -> None:
     assert schema["$defs"]["Model"]["properties"]["from"]
     assert schema["$defs"]["Saving"]["properties"]["async"]
     assert all("description" in section for section in schema["$defs"].values())
+    judge = jsonschema.Draft202012Validator(schema)
+    for path in Path(__file__).parents[2].glob("examples/*.yaml"):
+        judge.validate(configfile.loaded(path.read_text(), path.name)[0])
+    base = {"run": "r", "train": {"steps": 5}}
+    for place, time in product(("stop.after", "save.seconds"), (*TIMES, "1h30m", "soon", "-5m", "", "m", -1, 0, True)):
+        section, key = place.split(".")
+        values = {**base, section: {key: time}}
+        try:
+            configfile.changed(values, [])
+            taken = True
+        except UsageError:
+            taken = False
+        assert judge.is_valid(values) == taken == (time in TIMES), time

@@ -24,6 +24,8 @@ from tests.support.looped import looped
 from tests.support.part_files import pipeline_folder
 from tests.support.same import assert_same_objects
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*optimizer-differs:UserWarning")  # of `bake`, in memory
+
 load = partial(torch.load, weights_only=False, map_location="cpu")
 
 
@@ -146,6 +148,8 @@ def test_a_part_is_changed_as_a_file_of_it_would_be_and_nothing_else(
     after = load(file if way == "in_place" else out)
     if way == "extract":
         assert_same_objects(expected, after)
+        if path and verb != "remap":  # no object of their class is made anew; in memory tensors move to the device
+            assert_same_objects(expected, change(before, at=place, extract=True), storages=False)
         return
     assert_same_objects(expected, at(after, path))
     assert_same_objects(without(before, path), without(after, path))
@@ -184,6 +188,13 @@ def test_extract_needs_a_part_and_a_new_file(original: Path, tmp_path: Path) -> 
         ckptool.strip_module(f"{original}#state_dict", in_place=True, extract=True)
     with pytest.raises(TypeError, match="extract"):
         ckptool.convert(original, tmp_path / "out.pt", extract=True)  # type: ignore[call-arg]
+
+
+def test_what_no_file_can_hold_is_refused_in_an_extracted_part_too(tmp_path: Path) -> None:
+    tree = {"a": {"w": torch.ones(2), "f": lambda: 0}, "b": 1}
+    for options in ({}, {"keep_unknown": True}):
+        change = partial(ckptool.edit, tree, tmp_path / "out.pt", at="a", extract=True, set={"n": 1}, **options)
+        refused("unsupported", tmp_path, change, "a function or class that cannot be imported by name at a/f")
 
 
 def shared() -> dict[str, Any]:
