@@ -30,7 +30,7 @@ from ckptool.checkpoint.paths import matcher
 from ckptool.commands import FILE, OUT, Command, arg, command
 from ckptool.conventions.state_dicts import without_wrappers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, listed
-from ckptool.facts import LIVE, Report, Told, bold, dataclass, dim, replace
+from ckptool.facts import LIVE, Report, Table, Told, bold, dataclass, dim, replace
 from ckptool.names.pattern import Name, Unbound, parse_arithmetic, parse_name
 from ckptool.names.rule_files import FUNCTIONS, dropping, items, rules_tree, scalar_text, translation_of
 from ckptool.names.rules import LOOK, Translation
@@ -265,8 +265,7 @@ class LayoutList(Report):
     def told(self) -> Told:
         """A line for each layout; of one alone, what identifies its sides, and what the rules refuse or need."""
         if len(self.layouts) != 1:
-            width = max((len(each.name) for each in self.layouts), default=0)
-            yield from ((bold(each.name.ljust(width)), f"  {each.title}") for each in self.layouts)
+            yield Table([(bold(each.name), each.title) for each in self.layouts], indent=0, hang=24)
             hint = "what one needs and refuses: ckptool translate --list --rules NAME"
             yield (dim(f"{counted(len(self.layouts), 'layout')}: translate FILE --rules NAME -o OUT; {hint}"),)
             return

@@ -11,7 +11,7 @@ from typing import Annotated
 from ckptool.analysis.findings import Diagnosis
 from ckptool.commands import FILE, Command, argument, command, nearest, verb
 from ckptool.errors import NoMatch, UsageError
-from ckptool.facts import LIVE, Report, Told, bold, cyan, dataclass
+from ckptool.facts import LIVE, Report, Table, Told, bold, cyan, dataclass
 from ckptool.verbs._options import standard_input
 
 WIDTH = 25  # columns of a code in the list
@@ -40,18 +40,17 @@ class Explanation(Report):
     is_list: Annotated[bool, LIVE] = False
 
     def told(self) -> Told:
-        kind = ""
+        lists: dict[str, list[tuple[str, str]]] = {}
         for code in self.codes:
             (_, meaning), *columns = [(head, text.replace("`", "")) for head, text in code.facts.items()]
-            if self.is_list and code.kind != kind:
-                yield from ("", bold(code.kind))
-                kind = code.kind
             if self.is_list:
-                yield cyan(f"{code.code:{WIDTH}}"), f" {meaning}"
-            else:
-                yield ""
-                yield bold(code.code), f" ({code.kind})"
-                yield from (f"  {meaning}", *(f"  {head}: {text}" for head, text in columns))
+                lists.setdefault(code.kind, []).append((cyan(code.code), meaning))
+                continue
+            yield ""
+            yield bold(code.code), f" ({code.kind})"
+            yield from (f"  {meaning}", *(f"  {head}: {text}" for head, text in columns))
+        for kind, rows in lists.items():
+            yield from ("", Table(rows, kind, hang=WIDTH))
 
 
 @cache

@@ -32,6 +32,7 @@ from ckptool.verbs._git_setup import GitSetup
 from ckptool.verbs._save import Written
 from ckptool.verbs._schema import schema
 from ckptool.verbs.prune import Gone, Kept, Pruned
+from ckptool.verbs.translate import layouts
 
 
 def tensor(*shape: int, storage: Storage | None = None, dtype: str = "f32") -> TensorEntry:
@@ -146,6 +147,18 @@ def test_a_command_in_a_sentence_stays_whole(names: list[str]) -> None:
         page = Style(width=width).page(sentence)
         assert all(command in page for command in commands), page
         assert re.sub(r"\n +", " ", page) == sentence or any("  " in name for name in names)
+
+
+def test_lists_of_names_and_meanings_are_two_columns() -> None:
+    for report, indent in ((explain(), 2), (layouts(), 0)):
+        shown, column, below = report_text(report, style=Style(width=80)).splitlines(), 0, 0
+        for line in shown:
+            if match := re.match(" " * indent + r"[a-z][\w-]*  +(?=\S)", line):
+                column = match.end()
+            elif line.startswith(" " * 10):
+                below += 1
+                assert len(line) - len(line.lstrip()) == column, line
+        assert below > 2 and max(map(len, shown[:-1])) <= 80
 
 
 def test_only_commands_stay_whole() -> None:
