@@ -232,7 +232,8 @@ def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool 
             what = f"to which something was appended, and {what}"
             why = f"an archive ends at byte {tail_at + place + END.size:,}, but a record follows it."
         elif zeros >= SECTOR:
-            why = f"{why[:-1]}, and its last {zeros:,}{' or more' * (zeros == len(tail))} bytes are zero."
+            more = " or more" if zeros == len(tail) else ""
+            why = f"its last {zeros:,}{more} bytes are zero, and a zip keeps its directory at the end."
         advice = "Download or copy it again, and compare the sizes."
         why = f"The file was cut off, or its end is damaged: {why}"
         raise Truncated(f"{source} is a zip archive {what}", why, advice)
