@@ -350,7 +350,7 @@ def test_names_are_escaped_in_every_output(kind: str, tmp_path: Path, run: Run) 
             json.loads(out_text)
             assert out_text.isascii() or kind in ("markup", "256 kB")
     page = ckptool.inspect(path)._repr_html_() + ckptool.open(path)._repr_html_()
-    assert Texts(page).tags <= {"div", "b", "table", "tr", "td", "span", "pre"}
+    assert Texts(page).tags <= {"div", "b", "table", "tr", "td", "span", "pre", "style"}
     assert not {c for c in {*page} if not c.isprintable()} - {"\n"}
     assert list(ckptool.open(path)["model"]) == list(state), "the library has the names as they are"
 
