@@ -322,13 +322,14 @@ def folder_of(run: PathLike) -> str:
     name = os.fspath(run)
     if not seems_run(name):
         fix = f"Look: {command('scan', name)}" if os.path.exists(name) else ""
-        raise _no_run(name, "it lacks run.yaml or checkpoints" if fix else "there is no such folder", fix)
+        raise _no_run(name, "it lacks run.yaml or checkpoints", fix)
     return name
 
 
 def _no_run(folder: str, why: str, fix: str) -> CkptoolError:
     """The error for a folder that is no run. At a URL nobody looked: a run is in a local folder."""
     problem = refused_place(folder, writing=True) if is_url(folder) else None
+    why = why if os.path.exists(folder) else "there is no such folder"
     return problem or UsageError(f"{folder} is not a run: {why}", "", fix)
 
 

@@ -139,22 +139,24 @@ def in_folder(verb: str, files: Sequence[str], options: Options) -> Iterator[str
     if verb == "convert" and container is None:
         what = f"convert {arg('folder')} needs a container to convert to"
         raise UsageError(what, "A folder has no suffix.", f"For example: {arg(container='safetensors')}")
-    taken: dict[str, str] = {}
-    for file in files:
+    outs = list[str]()
+    taken = {os.path.realpath(split(file)[0]): number for number, file in enumerate(files)}  # links may lead anywhere
+    for number, file in enumerate(files):
         name = os.path.basename(absolute(split(file)[0]).rstrip("/"))
         name = name.split(".")[0] if name.endswith(".index.json") else name  # shards are written as a folder
         if container is not None and formats.for_output(name, formats.DEFAULT) != formats.by_name(container):
             name = os.path.splitext(name)[0] + (formats.by_name(container).suffixes or ("",))[0]
         out = os.path.join(folder, name)
-        if earlier := taken.get(out):
-            what = f"{earlier} and {file} would both be written to {out}"
+        other = taken.setdefault(os.path.realpath(out), number)
+        if other != number:
+            what = f"{file} would be written to {out}, where {files[other]} is, or would be, too"
             why = "One would replace the other. Nothing was written."
             raise Conflict(what, why, "Write them into different folders.")
-        taken[out] = file
+        outs.append(out)
     if not options.get("overwrite"):
         from ckptool.output import check_target
         from ckptool.output.folders import check_folder
 
-        for out in taken if os.path.isdir(folder) else ():
+        for out in outs if os.path.isdir(folder) else ():
             (check_folder if os.path.isdir(out) else check_target)(out, overwrite=False)
-    yield from taken
+    yield from outs

@@ -471,7 +471,7 @@ def test_findings_stand_beside_their_rules(browser: Browser, page: Path) -> None
 
 
 def test_a_run_is_drawn_with_its_saves(browser: Browser, tmp_path: Path, harness: None) -> None:
-    ckptool.train(config("eval.metric=val_acc", "eval.mode=max", run=tmp_path / "run"))
+    ckptool.train(config("eval.metric=val_acc", "eval.mode=max", run=tmp_path / "run").dumped())
     found = ckptool.report(tmp_path / "run", out=tmp_path / "page.html")
     browser.open(tmp_path / "page.html")
     titles = browser.js("return [...document.querySelectorAll('.charts svg')].map((s) => s.ariaLabel.split(':')[0])")

@@ -3,6 +3,7 @@ that write."""
 
 import os
 import pickle
+import random
 import zipfile
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from torch import nn
 
 import ckptool
 from ckptool import formats
-from ckptool.errors import CkptoolError, Corrupt, UsageError, VerifyFailed
+from ckptool.errors import CkptoolError, Conflict, Corrupt, UsageError, VerifyFailed
 from ckptool.formats import read
 from ckptool.pickles import calls, encode
 from ckptool.verbs._save import Written
@@ -132,6 +133,29 @@ def test_unknown_calls(verb: str, tmp_path: Path) -> None:
     assert "--keep-unknown" in error.fix
     VERBS[verb](path, tmp_path / "out.pt", keep_unknown=True)
     assert [place for _, place in calls.uses_of(read(tmp_path / "out.pt"))] == ["danger"]
+
+
+@looped("seed", range(40))
+def test_of_several_files_each_is_written_as_if_alone_or_none_is(seed: int, tmp_path: Path) -> None:
+    """Whatever links there are among the inputs, and in the folder of the outputs."""
+    rng, folders = random.Random(seed), (tmp_path / "in", tmp_path / "out")
+    for folder in folders:
+        folder.mkdir()
+    files = [saved({f"{number}.w": torch.full((2,), float(number))}, folders[0] / f"{number}.pt") for number in "012"]
+    for name in "lmn":
+        (folders[0] / f"{name}.pt").symlink_to(rng.choice(files))
+    for name in rng.sample("012lmn", 3):
+        (folders[1] / f"{name}.pt").symlink_to(rng.choice([*files, folders[1] / "other.pt"]))
+    chosen, out = [folders[0] / f"{name}.pt" for name in rng.sample("012lmn", 3)], rng.choice(folders)
+    before = contents(tmp_path)
+    wanted = {path.name: {f"module.{key}": value for key, value in load(path).items()} for path in chosen}
+    try:
+        ckptool.add_module(chosen, folder=out, overwrite=True)
+    except Conflict:
+        assert contents(tmp_path) == before
+    else:
+        for name, tree in wanted.items():
+            assert_same_objects(tree, load(out / name))
 
 
 def test_already_clean_is_a_copy_byte_for_byte(tmp_path: Path) -> None:
