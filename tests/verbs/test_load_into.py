@@ -155,7 +155,7 @@ def test_demands(tmp_path: Path) -> None:
     del state["fc1.bias"]
     file = saved(state, tmp_path / "model.pt")
     load_refused(file, mlp(), PlanRefused, "1 name is missing: fc1.bias", strict=True)
-    load_refused(file, mlp(), PlanRefused, "94.22 % of the target's values", min_loaded=0.95)
+    load_refused(file, mlp(), PlanRefused, "94.22% of the target's values", min_loaded=0.95)
     load_refused(file, mlp(), PlanRefused, "not loaded: fc1.bias", missing="fc2.*")
     load_refused(file, mlp(), UsageError, "not a share", min_loaded=95)
     load_refused(file, mlp(), UsageError, "guess. as on_mismatch", on_mismatch="guess")

@@ -302,11 +302,11 @@ def test_the_text() -> None:
     gaps = {f"block_{n}_weight": (2,) for n in (0, 2, 4)}
     report = planned(checkpoint(**layers), checkpoint(**layers, **gaps, head_weight=(9,)))
     text = str(report)
-    assert "ours.pt into theirs.pt: 76.19 % of 63 values, 24 of 28 names" in text
+    assert "ours.pt into theirs.pt: 76.19% of 63 values, 24 of 28 names" in text
     assert "layer.{0..11}.{weight, bias}  (24)" in text and "block.{0, 2, 4}.weight  (3)" in text
     assert "\x1b" not in text
     coloured = text_of(report, style=Style(colour=True, width=30))
-    assert "\x1b[1;32m76.19 % of 63 values" in coloured
+    assert "\x1b[1;32m76.19% of 63 values" in coloured
     html = report._repr_html_()
     assert "<table>" in html and "layer.{0..11}.{weight, bias}" in html
 
