@@ -14,6 +14,7 @@ import pytest
 from _pytest.pathlib import import_path
 
 from ckptool.cli import main
+from ckptool.errors import _MARK
 from tests.support.cli import Ran, Run
 from tests.support.looped import examples
 
@@ -58,7 +59,9 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     def ran(*words: str | Path) -> Ran:
         capsys.readouterr()
         code = main([str(word) for word in words])
-        return Ran(code, *capsys.readouterr())
+        ran = Ran(code, *capsys.readouterr())
+        assert _MARK not in ran.out + ran.err, "a command in a text that nobody spelled"
+        return ran
 
     return ran
 

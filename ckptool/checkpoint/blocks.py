@@ -132,14 +132,16 @@ def name_of(data: Data) -> str:
 
 
 class Crc:
-    """The running CRC-32 of bytes; `expected` is what it must come to, `name` says what the bytes are."""
+    """The running CRC-32 of bytes; `expected` is what it must come to, `name` says what the bytes are, `source` where
+    they are read from."""
 
-    __slots__ = ("expected", "name", "value")
+    __slots__ = ("expected", "name", "source", "value")
 
     def __init__(self, value: int = 0, expected: int | None = None, name: str = "") -> None:
         self.value = value
         self.expected = expected
         self.name = name
+        self.source: Data | None = None
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
         self.value = zlib.crc32(data, self.value)
@@ -148,7 +150,8 @@ class Crc:
         """Raises `Corrupt` when all bytes have passed and the sum is not the expected one."""
         if self.expected is not None and self.value != self.expected:
             what = mismatch(self.name, self.expected, self.value)
-            raise Corrupt(what, f"Its bytes were damaged after the file was written. {after}".rstrip(), advice)
+            error = Corrupt(what, f"Its bytes were damaged after the file was written. {after}".rstrip(), advice)
+            raise error.within(str(self.source.file)) if isinstance(self.source, FileRange) else error
 
 
 def verify(entry: TensorEntry) -> None:

@@ -60,6 +60,8 @@ class Sink:
                 data, crc = (segment.data, segment.crc) if isinstance(segment, Checksummed) else (segment, None)
                 if isinstance(data, FileRange):
                     data.ready()
+                    if crc is not None:
+                        crc.source = data
                     if not data.file.far:
                         self._copy(data, crc)
                         continue

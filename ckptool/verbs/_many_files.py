@@ -17,7 +17,7 @@ from ckptool.checkpoint.jobs import Jobs
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import DIR, arg
-from ckptool.errors import CkptoolError, Conflict, UsageError, form
+from ckptool.errors import CkptoolError, Conflict, Text, UsageError, form
 from ckptool.formats import split
 
 Result = TypeVar("Result")
@@ -129,7 +129,7 @@ def _stopped_error(error: CkptoolError, file: str, number: int, count: int, jobs
     if number or jobs != 1:
         others = "some of the others may be done, too." if jobs != 1 else "the others are unchanged."
         progress = f"{number} of {count} files {form(number, 'was', 'were')} done before; {others}"
-    located.why = " ".join(part for part in (located.why, progress) if part)
+    located.why = Text(located.why, " " if located.why else "", progress)
     return located
 
 
@@ -140,14 +140,15 @@ def in_folder(verb: str, files: Sequence[str], options: Options) -> Iterator[str
         what = f"convert {arg('folder')} needs a container to convert to"
         raise UsageError(what, "A folder has no suffix.", f"For example: {arg(container='safetensors')}")
     outs = list[str]()
-    taken = {os.path.realpath(split(file)[0]): number for number, file in enumerate(files)}  # links may lead anywhere
+    places = (os.path.realpath(absolute(split(file)[0])) for file in files)  # links may lead anywhere
+    taken = {place: number for number, place in enumerate(places)}
     for number, file in enumerate(files):
         name = os.path.basename(absolute(split(file)[0]).rstrip("/"))
         name = name.split(".")[0] if name.endswith(".index.json") else name  # shards are written as a folder
         if container is not None and formats.for_output(name, formats.DEFAULT) != formats.by_name(container):
             name = os.path.splitext(name)[0] + (formats.by_name(container).suffixes or ("",))[0]
         out = os.path.join(folder, name)
-        other = taken.setdefault(os.path.realpath(out), number)
+        other = taken.setdefault(os.path.realpath(absolute(out)), number)
         if other != number:
             what = f"{file} would be written to {out}, where {files[other]} is, or would be, too"
             why = "One would replace the other. Nothing was written."

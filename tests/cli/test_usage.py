@@ -224,7 +224,7 @@ def test_of_several_files_with_one_that_is_refused_none_is_written(files: Path, 
     words = ("strip-module", "dp.pt", "text.pt", "compiled.pt", "-d", "out")
     ran = run(*words)
     assert ran.code == 2 and ran.out == "" and not (files / "out").exists()
-    assert "None of the files were written" in ran.err and "text.pt" in ran.err
+    assert "None of the files were written; to write the others: --skip-refused.\n" in ran.err and "text.pt" in ran.err
     found = json.loads(run(*words, "--json").out)
     assert found["code"] == "not-a-checkpoint" and "done" not in found
     ran = run(*words, "--skip-refused")

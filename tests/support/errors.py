@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptool.errors import CkptoolError
+from ckptool.errors import _MARK, CkptoolError
 from ckptool.formats import read
 from tests.support.files import contents
 
@@ -27,6 +27,7 @@ def of_a_shell(text: str) -> list[str]:
 def three_parts(error: CkptoolError) -> tuple[str, str]:
     """An error's code and what happened; fails where it does not also say what that means or what to do."""
     assert error.what and (error.why or error.fix), error
+    assert _MARK not in str(error), "a command that nobody spelled"
     assert (
         str(error).count("\n") == sum(part.count("\n") + 1 for part in (error.what, error.why, error.fix) if part) - 1
     )

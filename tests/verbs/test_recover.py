@@ -33,6 +33,7 @@ from tests.support.cli import Run, command_lines
 from tests.support.files import load, saved, torch_bytes, weights, written
 from tests.support.looped import looped
 from tests.support.same import assert_same_objects
+from tests.support.sharded_folders import bins
 from tests.support.zips import PLAIN, damaged, record_starts
 
 
@@ -277,6 +278,20 @@ def test_what_a_damaged_file_is_told_to_do_can_be_done_and_no_cause_is_made_up(t
             with pytest.raises(CkptoolError):
                 recover(path, out)
     assert told > 60
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_conversion_that_a_checksum_stops_names_the_shard(suffix: str, tmp_path: Path) -> None:
+    """The same for large records, which are copied, and for small ones, which are read."""
+    for size in (2_000, 200_000):
+        folder = tmp_path / str(size)
+        bins(folder, [{"a": torch.ones(size)}, {"b": torch.ones(size)}])
+        shard = sorted(folder.glob("*.bin"))[1]
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        written(bytes(data), shard)
+        with pytest.raises(Corrupt, match=re.escape(f"{shard}: ")):
+            ckptool.convert(folder, tmp_path / f"out{suffix}")
 
 
 def test_refusals(tmp_path: Path) -> None:
