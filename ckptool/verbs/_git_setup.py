@@ -80,6 +80,8 @@ def git_setup(
         path = configured.removesuffix("\n") if configured else os.path.join(config, "git", "attributes")
     else:
         path = os.path.join((git("rev-parse", "--show-toplevel") or "").removesuffix("\n"), ".gitattributes")
+    if not os.path.isabs(path):
+        raise Conflict(f"core.attributesFile is {path}", "To git that is a different file in each repository.")
     # This program by its full path: git is also started where it is on no path.
     program = shutil.which("ckptool", path=sysconfig.get_path("scripts")) or shutil.which("ckptool") or "ckptool"
     commands: list[tuple[str, ...]] = []

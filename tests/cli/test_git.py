@@ -122,6 +122,13 @@ def test_a_subfolder_another_file_of_attributes_and_no_repository(
     git_output("config", "--global", "core.attributesFile", "~/mine")
     done(run("git-setup", "--global"))
     assert b"*.pt diff=ckptool" in (Path(os.environ["HOME"]) / "mine").read_bytes()
+    done(run("git-setup", "--global", "--remove"))
+    git_output("config", "--global", "core.attributesFile", "mine")
+    before = git_output("config", "--list")
+    for words in (["-n"], []):
+        found = run("git-setup", "--global", *words)
+        assert found.code == 2 and "a different file in each repository" in found.err
+    assert git_output("config", "--list") == before and not Path("mine").exists()
 
 
 # What git shows -------------------------------------------------------------------------------------------------------
