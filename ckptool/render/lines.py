@@ -145,31 +145,32 @@ def _table(table: Table, style: Style) -> Iterator[str]:
     if not rows:
         return
     indent, title, heads = " " * table.indent, printable(table.title), list(map(printable, table.heads))
-    shown = [[*map(printable, row[:-1]), printable(row[-1]).rstrip()] for row in rows]
+    shown = [[*map(style.spelled, row[:-1]), style.spelled(row[-1]).rstrip()] for row in rows]
     grid = [heads, *shown] if heads else shown
+    measure = len if all("".join(cells).isascii() for cells in grid) else columns
     most, edge = table.hang or WIDEST, style.width or sys.maxsize
-    widths = [max((n for n in map(columns, column) if n <= most), default=most) for column in zip(*grid, strict=True)]
+    widths = [max((n for n in map(measure, column) if n <= most), default=most) for column in zip(*grid, strict=True)]
     last, between = min(widths[-1], LAST), table.indent + sum(width + 2 for width in widths[1:-1]) + 2
-    firsts, room = [columns(cells[0]) for cells in grid], edge - between - last
+    firsts, room = [measure(cells[0]) for cells in grid], edge - between - last
     is_narrow = not table.hang and len(widths) > 1 and FIRST <= room < max(firsts)
     widths[0] = max((n for n in firsts if n <= room), default=0) if is_narrow else widths[0]
     split, splits = list[tuple[Sequence[str], list[str]]](), is_narrow or (table.hang and widths[0] <= room)
     for row, texts in zip(rows, shown, strict=True):
-        is_long = splits and columns(texts[0]) > widths[0]
-        is_long = is_long and (is_narrow or columns(texts[0] + texts[-1]) + between > edge)
+        is_long = splits and measure(texts[0]) > widths[0]
+        is_long = is_long and (is_narrow or measure(texts[0] + texts[-1]) + between > edge)
         split += [(row[:1], texts[:1]), (("", *row[1:]), ["", *texts[1:]])] if is_long else [(row, texts)]
 
     def aligned(row: Sequence[str], texts: Sequence[str]) -> str:
         cells = []
         for number, (cell, text, width) in enumerate(zip(row, texts, widths, strict=False)):
-            blanks = " " * (width - columns(text))  # they do not stand out
-            marked = _marked(Marked(text, getattr(cell, "mark", "")), style)
+            blanks, mark = " " * (width - measure(text)), getattr(cell, "mark", "")
+            marked = getattr(style, mark)(text) if mark else text  # the blanks do not stand out
             cells.append(blanks + marked if number in table.right else marked + blanks)
         return (indent + "  ".join(cells)).rstrip()
 
     head, lines = aligned(heads, heads), [aligned(*pair) for pair in split]
-    ends = [columns(COLOURS.sub("", line)) for line in lines]
-    starts = [end - columns(texts[-1]) for end, (_, texts) in zip(ends, split, strict=True)]
+    ends = [measure(COLOURS.sub("", line)) for line in lines]
+    starts = [end - measure(texts[-1]) for end, (_, texts) in zip(ends, split, strict=True)]
     is_wide = not table.hang and max(columns(head), *ends) > edge and max(starts) > edge - last
     named = {n for n, name in enumerate(heads) if n in table.right or " " in name}  # texts say what they are
     if title and not is_wide and head[: len(title)].isspace():

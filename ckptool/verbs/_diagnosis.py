@@ -138,7 +138,7 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     name = f"{file}#{place}" if file and (place := address(checkpoint.base)) else file
     unread = str(command("verify", name or FILE, finite=True))
     engine, parts = engine_of(contents.metadata), kinds_of(contents.roots)
-    is_a = f"{'an' if contents.container[0] in 'aeiou' else 'a'} {contents.container} checkpoint"
+    is_a = f"{'an' if contents.container.startswith((*'aeiou', 'np')) else 'a'} {contents.container} checkpoint"
     is_a += (f" ({engine})" if engine else "") + (f": {listed(parts)}" if parts else "")
     return Diagnosis(name, is_a, ordered, unread, model, at_once)
 

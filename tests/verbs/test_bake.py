@@ -16,7 +16,7 @@ from tests.support.files import load, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore:.*spectral_norm:FutureWarning")
 
-CHANGELOG = Path(__file__).parents[2] / "CHANGELOG.md"
+CHANGES = Path(__file__).parents[2] / "docs" / "since-0.1.md"
 
 MODULES = {
     "linear": lambda: nn.Linear(5, 7),
@@ -65,7 +65,7 @@ def test_spectral_norm_is_left_alone(tmp_path: Path, new: bool) -> None:
 
 
 def test_what_stays_of_the_optimizer_is_said_and_other_names_are_a_renaming(tmp_path: Path) -> None:
-    """The line of the changelog: what `load_state_dict` of torch's own modules and optimizers takes."""
+    """The line of docs/since-0.1.md: what `load_state_dict` of torch's own modules and optimizers takes."""
     models = [
         nn.Sequential(nn.BatchNorm1d(3), norm(nn.Linear(3, 4))) for norm in (weight_norm, parametrizations.weight_norm)
     ]
@@ -74,7 +74,7 @@ def test_what_stays_of_the_optimizer_is_said_and_other_names_are_a_renaming(tmp_
     first.step()
     file = saved({"model": models[0].state_dict(), "optimizer": first.state_dict()}, tmp_path / "in.pt")
     assert [note.code for note in ckptool.bake(file, tmp_path / "plain.pt").notes] == ["optimizer-differs"]
-    line = next(line for line in CHANGELOG.read_text("utf-8").splitlines() if line.startswith("| `bake --form"))
+    line = next(line for line in CHANGES.read_text("utf-8").splitlines() if line.startswith("| `bake --form"))
     ckptool.rename(file, re.findall("'(.+?)'", line), tmp_path / "out.pt")
     done = load(tmp_path / "out.pt")
     assert done["optimizer"]["param_groups"][0]["param_names"] == [name for name, _ in models[1].named_parameters()]
