@@ -201,9 +201,10 @@ def _refusal(verb: str, parameters: Sequence[Parameter], words: Sequence[str], e
     why, surplus = usage(verb, parameters), ""
     if type(error).__name__ == "NoSuchOption":
         what = f"ckptool {verb} has no option {error.option_name}"
-        flags = [name for param in parameters for name in param.option.flags]
+        flags = {flag.lstrip("-"): flag for param in parameters for flag in param.option.flags}  # dashes make all alike
         in_python = {f"--{param.name.replace('_', '-')}": param.option.flags[-1:] for param in parameters}
-        closest = next(iter(in_python.get(error.option_name, ())), None) or commands.nearest(error.option_name, flags)
+        closest = flags.get(commands.nearest(error.option_name.lstrip("-"), flags), "")
+        closest = next(iter(in_python.get(error.option_name, ())), closest)
         by_verb = ((name, commands.parameters_of(commands.function_of(name))) for name in VERBS)
         others = [name for name, params in by_verb if any(error.option_name in param.option.flags for param in params)]
         why = f"It is an option of {listed(others, 4)}." if others else f"Did you mean {closest}?" if closest else why

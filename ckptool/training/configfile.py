@@ -276,7 +276,8 @@ def recorded_config(folder: str) -> tuple[str, Config]:
     path = os.path.join(folder, CONFIG)
     if script := run_folder.values_of(text).get(LOOP):
         what = f"{folder} is a run of ckptool.Run in {script!s}, not of `ckptool train`"
-        raise UsageError(what, "", "Run the script again: it resumes by itself.")
+        why = "Only that script can make its model and data."
+        raise UsageError(what, why, "Run the script again: it resumes by itself.")
     values, lines = loaded(text, path)
     config = checked(values, path, lines)
     values = run_folder.last_config(folder, run_id, {})

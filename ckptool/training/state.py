@@ -156,7 +156,7 @@ class Objects:
         if changed := [(name, kind) for name, kind in tree.get("kinds", {}).items() if kinds.get(name, kind) != kind]:
             name, kind = changed[0]
             raise Conflict(
-                f"{where} holds the state of {name}, a {kind}; the script gives {kinds[name]}",
+                f"{where} holds the state of {name} ({kind}); the script gives {kinds[name]}",
                 "It might load the state, but train like neither of them.",
                 f"Give {kind}, or start a new run",
             )

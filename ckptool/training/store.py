@@ -163,7 +163,7 @@ def newest_whole(
         try:
             return check(saved, verify)
         except CkptoolError as error:
-            say(f"skipped {printable(saved.path)}: {error.what}")
+            say(f"skipped: {error.within(saved.path).what}")
             note("skip-damaged", step=saved.step, path=saved.path, why=error.what)
     if checkpoints:
         raise NoneValid(

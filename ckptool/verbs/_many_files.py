@@ -66,31 +66,31 @@ def of_list(function: Any, files: Sequence[Any], arguments: Sequence[Any], optio
 
 
 def write_many(pairs: Sequence[Pair], options: Options, work: Work[Result]) -> Iterator[Result | CkptoolError]:
-    """The results of `work(file, out=…, …)` for all files. Each is planned before the first is written: if one is
-    refused, none is written; with `skip_refused`, the others are."""
+    """The results of `work(file, out=…, …)` for all files, in their order. Each is planned before the first is written:
+    if one is refused, none is written; with `skip_refused`, the others are."""
     count, jobs, dry_run = len(pairs), options.get("jobs", 1), bool(options.get("dry_run"))
     parts = Counter((os.path.realpath(split(file)[0]), split(file)[1]) for file, out in pairs if out is None)
     if repeated := next((path for (path, _), times in parts.items() if times > 1), ""):
         raise Conflict(f"{repeated} was given twice", "It would be changed twice.", "Name it once.")
-    extra, refused = {"make_folder": "folder" in options}, set[Pair]()
+    extra, refused = {"make_folder": "folder" in options}, dict[int, CkptoolError]()
     with closing(in_turn(partial(_work_on, work, {**extra, "dry_run": True}), pairs, jobs)) as plans:
-        for pair, plan in zip(pairs, plans, strict=True):
+        for number, (pair, plan) in enumerate(zip(pairs, plans, strict=True)):
+            planned: Result | CkptoolError
             try:
                 planned = plan()
             except CkptoolError as error:
                 if not options.get("skip_refused"):
                     raise _stopped_error(error, pair[0], 0, count) from error
-                refused.add(pair)
-                yield error.within(pair[0])
-            else:
-                if dry_run:
-                    yield planned
-    if dry_run or len(refused) == count:
+                planned = refused[number] = error.within(pair[0])
+            if dry_run:
+                yield planned
+    if dry_run:
         return
-    pairs = [pair for pair in pairs if pair not in refused]
-    jobs = jobs if jobs == 1 or _are_apart(pairs) else 1
-    with closing(in_turn(partial(_work_on, work, extra), pairs, jobs, _size_of)) as tasks:
-        for number, (pair, task) in enumerate(zip(pairs, tasks, strict=True)):
+    left = {number: pair for number, pair in enumerate(pairs) if number not in refused}
+    jobs = jobs if jobs == 1 or _are_apart([*left.values()]) else 1
+    with closing(in_turn(partial(_work_on, work, extra), [*left.values()], jobs, _size_of)) as tasks:
+        for (number, pair), task in zip(left.items(), tasks, strict=True):
+            yield from (refused.pop(earlier) for earlier in [*refused] if earlier < number)
             try:
                 result = task()
             except CkptoolError as error:  # its data is damaged, or the disk is full
@@ -99,6 +99,7 @@ def write_many(pairs: Sequence[Pair], options: Options, work: Work[Result]) -> I
                 yield error.within(pair[0])
             else:
                 yield result
+    yield from refused.values()  # those behind the last
 
 
 def _work_on(work: Work[Result], options: Options, pair: Pair) -> Result:
@@ -115,7 +116,7 @@ def _are_apart(pairs: Sequence[Pair]) -> bool:
     read = [os.path.realpath(split(file)[0]) for file, _ in pairs]
     read = [os.path.dirname(place) if place.endswith(".index.json") else place for place in read]  # of its shards
     parents = {folder for place in read for folder in above(place)}
-    if pairs[0][1] is None:  # in place
+    if pairs and pairs[0][1] is None:  # in place
         statuses = [os.stat(place) for place in read]
         return len({(status.st_dev, status.st_ino) for status in statuses}) == len(read) and parents.isdisjoint(read)
     written = {os.path.dirname(os.path.realpath(out)) for _, out in pairs if out is not None}

@@ -374,8 +374,19 @@ FILES = ("one.pt", "two.pt", "three.pt")
 def test_as_json_each_file_has_its_object(three: Path, run: Callable[..., object]) -> None:
     ran = run("strip-module", *FILES, "--partial", "-d", "out", "--skip-refused", "--json")
     results = json.loads(ran.out)["results"]
-    assert ran.code == 1 and [each["schema"].partition("/")[0] for each in results].count("ckptool.error") == 1
-    assert len(results) == 3
+    names = [each["schema"].partition("/")[0] for each in results]
+    assert ran.code == 1 and names == ["ckptool.written", "ckptool.error", "ckptool.written"], "in the files' order"
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("refused", [(0,), (1, 3), (2, 3), (0, 1, 3)])
+def test_each_result_stands_in_the_place_of_its_file(three: Path, refused: tuple[int, ...], jobs: int) -> None:
+    files = ["two.pt" if number in refused else ("one.pt", "three.pt")[number % 2] for number in range(4)]
+    files = [str(shutil.copy(name, f"{number}.pt")) for number, name in enumerate(files)]
+    results = ckptool.strip_module(files, partial=True, folder="out", skip_refused=True, jobs=jobs)
+    assert tuple(number for number, each in enumerate(results) if isinstance(each, Exception)) == refused
+    written = [f"out/{file}" for number, file in enumerate(files) if number not in refused]
+    assert [each.output for each in results if not isinstance(each, Exception)] == written
 
 
 def test_doctor_looks_at_several_and_fixes_them(three: Path, run: Run) -> None:

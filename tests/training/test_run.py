@@ -88,7 +88,9 @@ OTHERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "holds no state of ema": lambda own: own.update(ema=nn.Linear(1, 1)),
     "the state of model does not fit": lambda own: own.update(model=nn.Linear(4, 9)),
     "seed=None, the script has seed=3": lambda own: own.update(seed=3),
-    "AdamW; the script gives Adam": lambda own: own.update(optimizer=torch.optim.Adam(own["model"].parameters())),
+    r"optimizer \(AdamW\); the script gives Adam": lambda own: own.update(
+        optimizer=torch.optim.Adam(own["model"].parameters())
+    ),
     "gives StepLR": lambda own: own.update(scheduler=torch.optim.lr_scheduler.StepLR(own["optimizer"], 3)),
     "saved with 0.weight as torch.float32; the script's is torch.float64": lambda own: own["model"].double(),
     "the optimizer has the groups": lambda own: own.update(optimizer=other_groups(own["model"])),

@@ -173,7 +173,7 @@ def test_a_damaged_one_is_named_and_kept_and_the_older_one_used(tmp_path: Path, 
     left = sorted(os.listdir(tmp_path / "checkpoints"))
     found = store.newest_valid("full", said.append)
     assert found and found.step == 2 and len(said) == 1
-    assert said[0].startswith(f"skipped {tmp_path}/checkpoints/{name_of(3)}: ") and words in said[0]
+    assert said[0].startswith("skipped: ") and said[0].count(str(tmp_path)) == 1 and words in said[0]
     damage(tmp_path / "checkpoints" / name_of(2))
     with pytest.raises(NoneValid, match="2 checkpoints, and none of them is whole") as raised:
         newest(store)

@@ -316,7 +316,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(typed: Typed, tmp_
     code, out, _ = typed("scan", "--full", "run")
     assert code == 1 and "1 damaged" in out and "resumes from step 5" in out and name_of(10) in out.splitlines()[-1]
     code, _, err = typed("resume", str(run), "-q", "--set", "train.steps=20")
-    assert (code, f"skipped {path}" in err) == (0, True)
+    assert (code, f"skipped: {path}" in err) == (0, True)
     noted = {fact["event"]: fact for fact in events(run)}
     assert (noted["skip-damaged"]["step"], noted["skip-damaged"]["path"], noted["resume"]["step"]) == (10, str(path), 5)
     assert last(tmp_path) == whole(tmp_path)
