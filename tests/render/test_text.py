@@ -22,7 +22,7 @@ from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, ro
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.commands import arg
 from ckptool.errors import NotACheckpoint
-from ckptool.facts import Note, Page, Report, Table, cyan, dim, percent
+from ckptool.facts import Note, Page, Report, Table, bar, cyan, dim, percent
 from ckptool.render.lines import Style, error_text, lines
 from ckptool.render.lines import text as report_text
 from ckptool.training.reports import Evaluated, Outcome, Proof, Rehearsal, RunHistory, RunReport
@@ -115,6 +115,14 @@ def test_only_all_is_100_percent(part: int, total: int) -> None:
     text = percent(min(part, total) / total)
     assert (text == "100%") is (part >= total) and (text == "0%") is (part == 0)
     assert abs(float(text[:-1]) - 100 * min(part, total) / total) <= 0.1 and text.endswith("%")
+
+
+@given(st.integers(0, 10**7), st.integers(0, 10**7), st.integers(1, 40))
+def test_a_bar_is_as_long_as_its_share_in_eighths_of_a_letter(part: int, total: int, width: int) -> None:
+    drawn = bar(min(part, total), total, width)
+    eighths = sum(8 - ("█▉▊▋▌▍▎▏".index(sign)) for sign in drawn)
+    assert abs(eighths - (8 * width * min(part, total) / total if total else 0)) <= 0.5
+    assert len(drawn) <= width and set(drawn[:-1]) <= {"█"}
 
 
 def test_heads_of_a_table_are_escaped_at_every_width() -> None:
