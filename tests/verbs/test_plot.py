@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
-from ckptool.analysis.curves import MOST_POINTS, Curve, CurveBuilder
+from ckptool.analysis.curves import MOST_POINTS, Curve, CurveBuilder, braille
 from ckptool.errors import NoMatch, UsageError
 from ckptool.render.lines import Style
 from ckptool.render.lines import text as text_of
@@ -168,6 +168,22 @@ def test_any_curve_can_be_drawn_within_the_width(
     assert any(0x2800 < ord(c) < 0x2900 for c in text) == bool(found.curves["loss"].finite)
     assert ("!" in "".join(drawn)) == bool(found.curves["loss"].not_finite)
     assert len(found._repr_html_().encode()) <= 30_000
+
+
+@given(st.integers(2, 100), st.integers(2, 100), st.integers(1, 6))
+def test_a_rising_line_goes_from_corner_to_corner_through_every_column(count: int, width: int, height: int) -> None:
+    curve = Curve(tuple(range(count)), tuple(map(float, range(count))), count)
+    rows = braille(curve, 0, count - 1, width, height)
+    dots = {
+        (2 * at + side, 4 * (height - 1 - row) + up)
+        for row, text in enumerate(rows)
+        for at, sign in enumerate(text)
+        for side, bits in enumerate(((6, 2, 1, 0), (7, 5, 4, 3)))  # of Unicode's eight dots, from below
+        for up, bit in enumerate(bits)
+        if sign != " " and (ord(sign) - 0x2800) >> bit & 1
+    }
+    assert {at for at, _ in dots} == {*range(2 * width)}
+    assert min(dots) == (0, 0) and max(dots) == (2 * width - 1, 4 * height - 1)
 
 
 @given(st.integers(2, 200), st.integers(2, 100))
