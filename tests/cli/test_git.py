@@ -19,6 +19,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch import nn
 
 import ckptool
 from tests.support.cli import Run, done
@@ -213,7 +214,9 @@ ENTRIES: dict[str, tuple[object, object]] = {
 
 @looped("kind", ENTRIES)
 def test_every_change_of_a_value_is_seen_and_only_in_its_lines(kind: str, tmp_path: Path, run: Run) -> None:
-    values = {name: value for name, (value, _) in ENTRIES.items()}
+    shared = {"x": 1}  # shown once: before the others, and so are the versions of modules
+    first = {"weights": nn.Linear(2, 2).state_dict(), "shared": shared, "again": shared}
+    values = first | {name: value for name, (value, _) in ENTRIES.items()}
     torch.save(values, tmp_path / "a.pt")
     torch.save({**values, kind: ENTRIES[kind][1]}, tmp_path / "b.pt")
     one, two = shown(tmp_path / "a.pt", run), shown(tmp_path / "b.pt", run)

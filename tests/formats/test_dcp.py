@@ -157,6 +157,15 @@ def test_tables_of_ranks_that_lack_one(apart: Path) -> None:
 # What engines and versions write -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("names", [("w", "bias"), ("w", "a.bias")])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_names_without_paths_are_said_to_be_flat_where_they_may_be(names: tuple[str, ...], tmp_path: Path) -> None:
+    save_state({name: torch.ones(2) for name in names}, checkpoint_id=tmp_path / "a", no_dist=True)
+    read_back = read(edit(tmp_path / "a", lambda metadata: setattr(metadata, "planner_data", {})))
+    assert set(read_back.tree) == {*names}
+    assert [note.code for note in read_back.notes] == ["flat-names"] * any("." in name for name in names)
+
+
 def test_tables_of_megatron_name_other_classes(folder: Path) -> None:
     """By hand, after megatron_core 0.16.1: `MCoreMetadata` in a module of its own, and no paths."""
     expected = set(read(edit(folder, lambda metadata: setattr(metadata, "planner_data", {}))).tree)
