@@ -107,7 +107,10 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
             out = free_name(unpacked if unpacked != source.path else f"{unpacked}.unpacked", ".unpacked")
             files = () if program.startswith("git") else (source.path,)
             how = other_program(program, *files, into=out if program.endswith("-dc") else "") if program else ""
-            return error(f"{source} is {what.format(detail)}", why, f"{advice}{colon}{how}")
+            # What was opened without a name cannot be named to a program.
+            is_named = not (program and files and source.path.startswith("<"))
+            fix = f"{advice}{colon}{how}" if is_named else "Unpack it first."
+            return error(f"{source} is {what.format(detail)}", why, fix)
     for ending, what in _BESIDE_BIN.items() if source.path.endswith(".bin") else ():
         if os.path.isfile(source.path[:-4] + ending):
             return OtherProgram(f"{source} is the data of {what}, which the {ending} file beside it describes", _READS)

@@ -112,3 +112,11 @@ def test_random_starts_never_reach_a_traceback(tmp_path: Path) -> None:
             read(written(data, tmp_path / "model.pt"))
         except CkptoolError as error:
             assert error.what and "\x1b" not in str(error)
+
+
+def test_no_command_is_told_for_packed_bytes_without_a_name() -> None:
+    """Only what lies in a file can be given to `gzip` or `7z`."""
+    for packed in (b"\x1f\x8b" + bytes(30), b"\xfd7zXZ\x00" + bytes(30), b"7z\xbc\xaf\x27\x1c" + bytes(30)):
+        with pytest.raises(Unsupported) as raised:
+            ckptool.open(io.BytesIO(packed))
+        assert str(raised.value.fix) == "Unpack it first." and ">" not in str(raised.value.why)
