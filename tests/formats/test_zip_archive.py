@@ -42,6 +42,7 @@ from tests.support.zip_mutants import (
     tree,
     two_in_one,
 )
+from tests.support.zips import with_record
 
 FILE = torch_bytes({"w": torch.arange(3.0), "v": torch.ones(2)})
 LOCAL_AT = FILE.index(b"archive/data/0") - LOCAL.size
@@ -58,6 +59,23 @@ UNCONFIRMED: dict[str, tuple[int, bytes, type[CkptoolError]]] = {
     "another checksum": (DESCRIPTOR_AT + 4, b"xxxx", Corrupt),
     "no header": (LOCAL_AT, b"PX", Corrupt),
 }
+
+
+@pytest.mark.parametrize("name", ["archive/é", "archive/データ", "archive/plain"])
+def test_a_name_that_is_not_said_to_be_utf8_is_refused_where_readers_differ(name: str, tmp_path: Path) -> None:
+    path = with_record(written(torch_bytes({"a": torch.ones(2)}), tmp_path / "a.pt"), tmp_path / "b.pt", name, b"x")
+    assert list(read(path).tree) == ["a"]
+    data = bytearray(path.read_bytes())
+    for at in range(len(data)):
+        if data[at : at + 4] in (b"PK\x01\x02", b"PK\x03\x04"):
+            data[at + (9 if data[at + 2] == 1 else 7)] &= ~8  # the flag 0x800
+    path.write_bytes(data)
+    with zipfile.ZipFile(path) as archive:
+        is_misread = name not in archive.namelist()  # a code page of DOS
+    if is_misread:
+        with pytest.raises(Ambiguous, match="does not say that it is UTF-8"):
+            read(path)
+    assert is_misread is not name.isascii() and (is_misread or list(read(path).tree) == ["a"])
 
 
 @pytest.mark.parametrize("name", UNCONFIRMED)

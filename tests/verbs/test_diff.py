@@ -365,6 +365,19 @@ def test_two_files_of_one_value_are_the_same(name: str, tmp_path: Path) -> None:
     assert found.evidence == "bytes" and found.not_compared == ()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("off", [0.0, 0.01])
+@pytest.mark.parametrize("atol", [0.0, 0.1])
+def test_the_evidence_is_what_it_went_by(dtype: torch.dtype, off: float, atol: float) -> None:
+    left = torch.tensor([0.0, 1.0])
+    right = (left + off).to(dtype)
+    report = ckptool.diff({"w": left}, {"w": right}, atol=atol, ignore="dtype")
+    assert report.same == torch.allclose(left, right.float(), rtol=0, atol=atol)
+    if report.same:
+        is_equal = dtype is left.dtype and not off
+        assert report.evidence == ("bytes" if is_equal else "values within the tolerance" if atol else "values")
+
+
 # One aspect at a time ------------------------------------------------------------------------------------------------
 
 W = torch.arange(6.0).reshape(2, 3)
