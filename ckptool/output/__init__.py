@@ -3,7 +3,7 @@
 Folders and remote files have modules of their own, which few commands need.
 """
 
-from ckptool.output.durable import check_target, make_folder, remove_empty, replace_file, sweep_folder, write_problem
+from ckptool.output.durable import check_target, make_folder, new_folder, replace_file, sweep_folder, write_problem
 from ckptool.output.sink import Progress
 
-__all__ = ["Progress", "check_target", "make_folder", "remove_empty", "replace_file", "sweep_folder", "write_problem"]
+__all__ = ["Progress", "check_target", "make_folder", "new_folder", "replace_file", "sweep_folder", "write_problem"]

@@ -22,7 +22,7 @@ from typing import Any
 from ckptool.checkpoint import InlineBytes, Note
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, unchanged
-from ckptool.checkpoint.paths import TEMPORARY, absolute, file_problem, is_url, refused_place
+from ckptool.checkpoint.paths import TEMPORARY, absolute, file_problem, is_url, may_exist, refused_place
 from ckptool.commands import arg, other_program
 from ckptool.errors import CkptoolError, DiskFull, FileProblem, OutputExists, Text, listed, printable
 from ckptool.output.sink import Feed, Progress, Sink, reserve
@@ -153,6 +153,16 @@ def make_folder(path: str) -> list[str]:
         remove_empty(missing)
         raise
     return missing
+
+
+@contextmanager
+def new_folder(path: str) -> Iterator[None]:
+    """Makes a folder, if there is none, for what is written meanwhile; it goes again if nothing is in it at the end."""
+    made = [] if may_exist(path) else make_folder(path)
+    try:
+        yield
+    finally:
+        remove_empty(made)
 
 
 def remove_empty(folders: Iterable[str]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import PurePath
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import DIR, arg
 from ckptool.errors import CkptoolError, Conflict, Text, UsageError, form
 from ckptool.formats import split
+from ckptool.output import check_target, new_folder
 
 Result = TypeVar("Result")
 Work = Callable[..., Result]
@@ -72,8 +73,9 @@ def write_many(pairs: Sequence[Pair], options: Options, work: Work[Result]) -> I
     parts = Counter((os.path.realpath(split(file)[0]), split(file)[1]) for file, out in pairs if out is None)
     if repeated := next((path for (path, _), times in parts.items() if times > 1), ""):
         raise Conflict(f"{repeated} was given twice", "It would be changed twice.", "Name it once.")
-    extra, refused = {"make_folder": "folder" in options}, dict[int, CkptoolError]()
-    with closing(in_turn(partial(_work_on, work, {**extra, "dry_run": True}), pairs, jobs)) as plans:
+    folder, refused = options.get("folder"), dict[int, CkptoolError]()
+    planning = partial(_work_on, work, {"make_folder": folder is not None, "dry_run": True})
+    with closing(in_turn(planning, pairs, jobs)) as plans:
         for number, (pair, plan) in enumerate(zip(pairs, plans, strict=True)):
             planned: Result | CkptoolError
             try:
@@ -88,7 +90,9 @@ def write_many(pairs: Sequence[Pair], options: Options, work: Work[Result]) -> I
         return
     left = {number: pair for number, pair in enumerate(pairs) if number not in refused}
     jobs = jobs if jobs == 1 or _are_apart([*left.values()]) else 1
-    with closing(in_turn(partial(_work_on, work, extra), [*left.values()], jobs, _size_of)) as tasks:
+    # The folder is made here: of several workers, one that fails would take it from the others.
+    around = new_folder(os.fspath(folder)) if folder is not None and left else nullcontext()
+    with around, closing(in_turn(partial(_work_on, work, {}), [*left.values()], jobs, _size_of)) as tasks:
         for (number, pair), task in zip(left.items(), tasks, strict=True):
             yield from (refused.pop(earlier) for earlier in [*refused] if earlier < number)
             try:
@@ -156,7 +160,6 @@ def in_folder(verb: str, files: Sequence[str], options: Options) -> Iterator[str
             raise Conflict(what, why, "Write them into different folders.")
         outs.append(out)
     if not options.get("overwrite"):
-        from ckptool.output import check_target
         from ckptool.output.folders import check_folder
 
         for out in outs if os.path.isdir(folder) else ():

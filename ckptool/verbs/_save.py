@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypedDict
 
@@ -31,7 +31,7 @@ from ckptool.facts import LIVE, Bytes, Report, Told, bold, dataclass, field, rep
 from ckptool.formats import CheckpointLike, Format, Opened, PathLike, changeable, is_in_memory, marks, open_file
 from ckptool.formats.folder import MEMBERS, refuse_placeholders
 from ckptool.formats.marks import CHOSEN, RECOVERED_NOTE
-from ckptool.output import check_target, make_folder, remove_empty, replace_file
+from ckptool.output import check_target, new_folder, replace_file
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.pickles.decode import OLD_GRADIENTS, REPEATED_KEY
 from ckptool.verbs._options import Bar, Container, DryRun, Extract, InPlace, KeepUnknown, Overwrite, Verify
@@ -382,8 +382,7 @@ class Change:
         check: Callable[..., Any] = check_target
         write: Callable[..., tuple[Note, ...]] = replace_file
         keywords: Any = {"overwrite": bool(options["overwrite"])}
-        is_missing = bool(options["make_folder"]) and not may_exist(folder or ".")
-        if is_missing and options["dry_run"]:
+        if options["make_folder"] and options["dry_run"] and not may_exist(folder or "."):
             return ()
         if not is_file:
             from ckptool.output import folders
@@ -393,13 +392,10 @@ class Change:
         if options["dry_run"]:
             check(target, **keywords)
             return ()
-        proof, made = verify if options["verify"] else None, make_folder(folder) if is_missing else []
+        proof = verify if options["verify"] else None
         TOO_LARGE.set(types := set[str]())
-        try:
+        with new_folder(folder or ".") if options["make_folder"] else nullcontext():
             notes = write(plan, target, inputs=inputs, progress=options["progress"], verify=proof, **keywords)
-        except BaseException:
-            remove_empty(made)
-            raise
         return notes + _infinite(types, command("verify", target, finite=True))
 
 

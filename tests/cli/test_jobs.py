@@ -426,6 +426,29 @@ def test_skip_refused_goes_on_behind_a_file_whose_data_is_damaged(three: Path, r
     assert sorted(os.listdir(three / "out")) == ["one.safetensors", "three.safetensors"]
 
 
+@pytest.mark.parametrize("good", [0, 1, 2])
+def test_a_file_that_fails_does_not_take_the_new_folder_from_the_others(
+    good: int, three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may be about to write there: it goes at the end, and only if nothing is in it."""
+    marked = torch.arange(64, dtype=torch.uint8)
+    data = bytearray(torch_bytes({"module.a.w": marked}))
+    data[data.index(bytes(marked))] ^= 1
+    for name in ("bad.pt", "worse.pt"):
+        (three / name).write_bytes(data)
+    removed, rmdir = [], os.rmdir
+
+    def remove(path: str) -> None:
+        rmdir(path)
+        removed.append(os.path.basename(path))
+
+    monkeypatch.setattr(os, "rmdir", remove)
+    files = ["bad.pt", *["one.pt", "three.pt"][:good], "worse.pt"]
+    results = ckptool.convert(files, folder=Path("new/out"), container="safetensors", skip_refused=True)
+    assert [isinstance(result, Exception) for result in results] == [True, *[False] * good, True]
+    assert removed == ([] if good else ["out", "new"]) and os.path.exists("new") == bool(good)
+
+
 def test_a_list_in_python(three: Path) -> None:
     assert [type(each).__name__ for each in ckptool.verify([*FILES, "none.pt"])] == ["Verification"] * 3 + [
         "FileMissing"
