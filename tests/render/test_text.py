@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -118,6 +118,7 @@ def test_only_all_is_100_percent(part: int, total: int) -> None:
 
 
 @given(st.integers(0, 10**7), st.integers(0, 10**7), st.integers(1, 40))
+@example(0, 0, 12)
 def test_a_bar_is_as_long_as_its_share_in_eighths_of_a_letter(part: int, total: int, width: int) -> None:
     drawn = bar(min(part, total), total, width)
     eighths = sum(8 - ("█▉▊▋▌▍▎▏".index(sign)) for sign in drawn)
