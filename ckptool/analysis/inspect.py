@@ -180,7 +180,7 @@ class Listing(Report):
         for row in self.tensors:
             if (values := row.statistics) is None or not (values.nans or values.infs):
                 continue
-            if values.nans or row.tensor.shape != () or not state_dicts.is_beside_weights(self.roots, row.path):
+            if not state_dicts.is_unset(self.roots, row.path, row.tensor.shape, values.nans):
                 odd[row.address] = None
         return odd
 

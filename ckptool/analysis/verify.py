@@ -26,7 +26,7 @@ from ckptool.checkpoint.strided import in_storage_order
 from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, walk
 from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import FILE, OUT, command, input_of, option
-from ckptool.conventions.state_dicts import find_state_dicts, is_beside_weights
+from ckptool.conventions.state_dicts import find_state_dicts, is_unset
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, Truncated, counted, form, listed, quoted
 from ckptool.facts import (
     MORE,
@@ -138,7 +138,7 @@ class Verification(Report):
     def fine(self) -> bool:
         """True if nothing is wrong with what was checked."""
         is_finite = all(row.unset for row in self.non_finite or ())
-        return not (self.problems or not is_finite or (self.against is not None and not self.against.same))
+        return not self.problems and is_finite and (self.against is None or self.against.same)
 
     def told(
         self,
@@ -579,6 +579,6 @@ def non_finite(part: Checkpoint, *, damaged: bool = False) -> tuple[list[NonFini
                     continue
             nans, infs = by_view[view]
             if nans or infs:
-                unset = not (nans or entry.shape) and is_beside_weights(roots, path)
+                unset = is_unset(roots, path, entry.shape, nans)
                 rows.append(NonFinite(address(path), nans, infs, entry.numel, unset))
     return rows, unsearched

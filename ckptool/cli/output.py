@@ -188,19 +188,20 @@ def training_progress() -> Iterator[Callable[[dict[str, Any], float], None]]:
     from ckptool.training.reports import line_of
 
     with _live_line() as show:
-        width, last = style_of(sys.stderr).width, list[str]()
+        width, last = style_of(sys.stderr).width, ""
 
         def show_fact(fact: dict[str, Any], rate: float) -> None:
+            nonlocal last
             if show is None or width is None:
                 tell(f"{line_of(fact, rate)}\n")
                 return
-            last[:] = [line_of(fact, rate)]
+            last = line_of(fact, rate)
             show(_cut(line_of(fact, rate, drawn=True), width))
 
         try:
             yield show_fact
         finally:
-            tell("".join(f"{line}\n" for line in last))  # the last stays, whole
+            tell(f"{last}\n" if last else "")  # the last stays, whole
 
 
 _LOST = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)

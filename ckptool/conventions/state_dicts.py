@@ -96,11 +96,12 @@ class StateDict:
         return f"{printable(self.address) or 'the whole file'} ({self.detail or self.kind})"
 
 
-def is_beside_weights(roots: Sequence[StateDict], path: Path) -> bool:
-    """True for a path outside of all weights and optimizers of a checkpoint that has weights: a number there is one of
-    the training, such as its best loss, which is infinite before there is one."""
-    around = (root for root in roots if path[: len(root.path)] == root.path)
-    return any(root.is_model for root in roots) and all(root.kind == PLAIN for root in around)
+def is_unset(roots: Sequence[StateDict], path: Path, shape: Any, nans: int) -> bool:
+    """True for an infinite number outside of all weights and optimizers of a checkpoint that has weights: one of the
+    training that has no value yet, such as its best loss."""
+    holders = (root for root in roots if path[: len(root.path)] == root.path)
+    beside_weights = any(root.is_model for root in roots) and all(root.kind == PLAIN for root in holders)
+    return beside_weights and not (shape or nans)
 
 
 def is_optimizer(node: Any) -> bool:

@@ -88,12 +88,12 @@ def write_many(pairs: Sequence[Pair], options: Options, work: Work[Result]) -> I
                 yield planned
     if dry_run:
         return
-    left = {number: pair for number, pair in enumerate(pairs) if number not in refused}
-    jobs = jobs if jobs == 1 or _are_apart([*left.values()]) else 1
+    accepted = {number: pair for number, pair in enumerate(pairs) if number not in refused}
+    jobs = jobs if jobs == 1 or _are_apart([*accepted.values()]) else 1
     # The folder is made here: of several workers, one that fails would take it from the others.
-    around = new_folder(os.fspath(folder)) if folder is not None and left else nullcontext()
-    with around, closing(in_turn(partial(_work_on, work, {}), [*left.values()], jobs, _size_of)) as tasks:
-        for (number, pair), task in zip(left.items(), tasks, strict=True):
+    target = new_folder(os.fspath(folder)) if folder is not None and accepted else nullcontext()
+    with target, closing(in_turn(partial(_work_on, work, {}), [*accepted.values()], jobs, _size_of)) as tasks:
+        for (number, pair), task in zip(accepted.items(), tasks, strict=True):
             yield from (refused.pop(earlier) for earlier in [*refused] if earlier < number)
             try:
                 result = task()

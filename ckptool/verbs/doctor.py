@@ -124,7 +124,7 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, settings:
         current = replace(original, memory=None)  # so that the verbs return a checkpoint, whatever was given
     except CkptoolError as problem:
         diagnosis = of_unopened(problem, path)
-    diagnoses, applied, beside = [diagnosis], list[Done](), list[Note]()
+    diagnoses, applied, notes = [diagnosis], list[Done](), list[Note]()
 
     def do(step: Fix, code: str, container: str) -> None:
         nonlocal current, place
@@ -148,7 +148,7 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, settings:
             raise _refusal(diagnoses, path, in_place, "Part of it is lost. ")
         outcome = ("", (), dict[str, Any]())  # what `recover` did is its note
         if isinstance(result, Written):
-            beside.extend(note for note in result.notes if in_place and note.code == "old-names")
+            notes.extend(note for note in result.notes if in_place and note.code == "old-names")
             outcome, result = (result.summary, result.rows, result.facts), result.made[0]
         applied.append(Done(step, code, *outcome))
         current = _as_it_reads(result, container)
@@ -186,7 +186,7 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, settings:
     if any(item.blocks or (not in_place and item.stage in (Stage.PLACE, Stage.ENTRIES)) for item in diagnosis.findings):
         raise _refusal(diagnoses, path, in_place)
     saved = replace(change.write(original, current, changes=bool(applied)), file=path)
-    notes = beside  # and what was decided for the user: which weights, which prefix goes, which values are the model's
+    # What was decided for the user: which weights, which prefix goes, which values are the model's.
     for finding in (finding for earlier in diagnoses for finding in earlier.findings):
         if finding.code == "several-weights" and finding.steps[:1] and finding.steps[0].at:
             choose = command("doctor", f"{path or FILE}#ADDRESS", fix=True, out=OUT)
