@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
 # ignore: the whole file, whatever range was asked for. cut: half of what was promised. change: other bytes from now on,
-# of the same length. busy: 503. wait: nothing for `patience` seconds. deny: 403.
-FAULTS = ("ignore", "cut", "change", "busy", "wait", "deny")
+# of the same length. busy: 503. wait: nothing for `patience` seconds. deny: 403. gone: 404.
+FAULTS = ("ignore", "cut", "change", "busy", "wait", "deny", "gone")
 
 
 class RangeServer(ThreadingHTTPServer):
@@ -98,7 +98,7 @@ class RangeHandler(BaseHTTPRequestHandler):
             names = sorted(f"{each.name}/" if each.is_dir() else each.name for each in path.iterdir())
             page = "".join(f'<a href="{quote(each)}">{escape(each)}</a>\n' for each in names).encode()
             self.send_bytes(200, {"Content-Type": "text/html"}, page)
-        elif not path.is_file():
+        elif not path.is_file() or fault == "gone":
             self.send(404, {})
         else:
             if fault == "change":
