@@ -49,6 +49,7 @@ from ckptool.facts import (
 from ckptool.formats import marks, members, part_of, sharded
 from ckptool.formats.checksums import checksums
 from ckptool.formats.folder import CODE, MEMBERS
+from ckptool.formats.unwritten import zero_notes
 from ckptool.formats.zip.directory import LOCAL, Archive, Record, read_archive, record_of
 
 ALL, SOME, NONE = "all", "some", "none"
@@ -187,13 +188,12 @@ class Verification(Report):
         yield f"  {self.digest.remark}" if self.digest is not None and self.digest.remark else None
         yield f"  digests kept in {self.written}" if self.written else None
         if self.against is not None and self.digest is not None and self.against.same:
-            count = counted(len(self.digest.tensors), "tensor")
-            yield f"  same as {self.against.file}: {count}, by their digests"
+            yield f"  same as {self.against.file}: {counted(len(self.digest.tensors), 'tensor')}, by their digests"
         elif self.against is not None:
             yield bold(f"different from {self.against.file}")
             changed = [f"differs: {name} ({how})" for name, how in self.against.differing]
-            missing, new = self.against.missing, self.against.new
-            for names in (changed, [f"missing: {name}" for name in missing], [f"new: {name}" for name in new]):
+            missing = [f"missing: {name}" for name in self.against.missing]
+            for names in (changed, missing, [f"new: {name}" for name in self.against.new]):
                 yield Table([(name,) for name in names], limit=SHOWN, more="  … {} more")
         if digest and self.digest is not None:
             yield bold(f"{self.digest.root}  {self.digest.at or WHOLE}")
@@ -284,6 +284,7 @@ def _verify_data(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -
         problems.append(Problem(CODE, what, "Only all of its members, saved together, are the checkpoint."))
     path = source.path if source is not None else ""
     notes = [note for note in checkpoint.notes if note.code in _SAID]
+    notes += zero_notes(checkpoint.tree) if extent != ALL else []
     if checkpoint.untied:
         no_step = "no step was read" if source is not None and source.far else "no step is recorded"
         what = f"{no_step} in {listed(checkpoint.untied, 3)}"
@@ -579,6 +580,5 @@ def non_finite(part: Checkpoint, *, damaged: bool = False) -> tuple[list[NonFini
                     continue
             nans, infs = by_view[view]
             if nans or infs:
-                unset = is_unset(roots, path, entry.shape, nans)
-                rows.append(NonFinite(address(path), nans, infs, entry.numel, unset))
+                rows.append(NonFinite(address(path), nans, infs, entry.numel, is_unset(roots, path, entry.shape, nans)))
     return rows, unsearched

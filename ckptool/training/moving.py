@@ -141,13 +141,16 @@ def _parts(name: str, value: Any, place: str) -> Iterator[tuple[str, Any, str]]:
     hidden = _is_library(kind)  # its private attributes are internals: buckets, iterators, locks
     if _is(value, "torch.nn", "Module"):
         attributes = vars(value)
+        parameters = attributes.get("_parameters", {})
         passing = attributes.get("_non_persistent_buffers_set", ())
         for key, buffer in attributes.get("_buffers", {}).items():
             yield f"{name}.{key}", buffer, NOT_PERSISTENT if key in passing else BUFFER
         for key, part in attributes.get("_modules", {}).items():
             yield f"{name}.{key}", part, ATTRIBUTE
         for key, part in attributes.items():
-            if key not in _of_every_module() and not (hidden and key.startswith("_")):
+            # What torch's weight_norm, spectral_norm and pruning compute from parameters anew in each call.
+            is_computed = not parameters.keys().isdisjoint((f"{key}_g", f"{key}_orig"))
+            if not is_computed and key not in _of_every_module() and not (hidden and key.startswith("_")):
                 yield f"{name}.{key}", part, MODULE_ATTRIBUTE
     elif kind is types.FunctionType:
         for free, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):

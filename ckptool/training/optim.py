@@ -21,6 +21,7 @@ from ckptool.bridge.user_code import call_user_code
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.training.extensions import Choice, classes_of, numbers, parameters_matching, signature_of
 from ckptool.training.parallel import divided_like, is_divided, local
+from ckptool.training.saving import to_cpu
 
 if TYPE_CHECKING:
     from ckptool.training.config import Clip, FreezeUntil, Optim, Schedule
@@ -259,8 +260,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], wher
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices, saved_names = {name: position for position, name in enumerate(chain(*names))}, list(chain(*saved_groups))
-    state = {}
+    state: dict[Any, Any] = {}
     for index, slots in saved.get("state", {}).items():
+        if not isinstance(index, int):  # of the whole optimizer, as some of people's own keep it
+            state[index] = to_cpu(slots, copied=True)
+            continue
         name = saved_names[index]
         parameter = parameters[indices[name]]
         slots = {slot: divided_like(value, parameter) for slot, value in slots.items()}
@@ -281,8 +285,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], wher
         for group, order in zip(saved["param_groups"], names, strict=True)
     ]
     optimizer.load_state_dict({**saved, "state": state, "param_groups": groups})
-    for index, slots in state.items():  # loading casts them to the parameter's dtype; this undoes it
-        live = optimizer.state[parameters[index]]
+    for index in indices.values() & state.keys():  # loading casts them to the parameter's dtype; this undoes it
+        live, slots = optimizer.state[parameters[index]], state[index]
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor) and isinstance(live[slot], torch.Tensor):
                 live[slot] = live[slot] if live[slot].dtype == value.dtype else value.to(live[slot].device)

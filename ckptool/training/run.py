@@ -388,6 +388,11 @@ class Run:
                 f"{name} runs again at the same place of the script: what comes in between is not repeated if the run "
                 "is killed there; write: for epoch in run.epochs(4): for step, batch in run.batches(loader): …"
             )
+        if self.step and not self._is_over(length) and self._window.is_open:
+            self._say_once(
+                f"after step {self.step:,} a loop begins with gradients that the one before it left, which are in no "
+                "checkpoint: a run that is killed goes on without them; use them, optimizer.step(), or zero_grad()"
+            )
         with self._looping(name):
             if not self.position.batch or self._is_over(length):
                 self._restore_random(self._random, self._generators())

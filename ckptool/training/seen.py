@@ -13,7 +13,8 @@ import itertools
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, GeneratorType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -47,13 +48,14 @@ _MENTION = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)(?!_AND_CLEAR)")
 
 class Looks:
     """What the last look saw. parameters: of each module and optimizer at the start.  saves: by this process.
-    entries: what was reached, as in `moving`.  ids: of the objects in variables.  noted: the names already reported."""
+    entries: what was reached, as in `moving`.  ids: of the objects in variables, and whether they are alive.
+    noted: the names already reported."""
 
     def __init__(self, objects: Objects) -> None:
         self.parameters = _parameters_of(objects)
         self.saves = 0
         self.entries: dict[str, str] = {}
-        self.ids: dict[str, int] = {}
+        self.ids: dict[str, tuple[int, Callable[[], Any]]] = {}
         self.noted: set[str] = set()
 
     def notes(self, run: Run, first: bool) -> Iterator[str]:
@@ -92,7 +94,8 @@ class Looks:
                 "generators, and what has state_dict() and load_state_dict(), to Run by name; an iterator's data to "
                 "run.batches(loader); a file's lines to run.log, else they come twice"
             )
-        skipped: dict[int, Any] = {id(run): run}
+        groups = [group for each in objects.of(torch.optim.Optimizer).values() for group in each.param_groups]
+        skipped: dict[int, Any] = {id(each): each for each in (run, *groups)}
         current, objects_met = moving.reachable(named, skipped)
         skipped |= {id(each): each for each in unsaved.values()}  # which were reported above
         carried, plain, mutable = variables_left()
@@ -102,7 +105,7 @@ class Looks:
         for each in itertools.islice(parts, moving.MAX_OBJECTS):
             parts += each.values() if isinstance(each, dict) else each if isinstance(each, (list, tuple)) else ()
         values = _texts(parts)
-        counters = _texts([run.step, run.step - 1, run.epoch, run.epoch + 1, run.loss])
+        counters = _texts([run.step, run.step - 1, *range(run.epoch - 1, run.epoch + 2), run.loss])
         modules = objects.modules.values()
         addresses = {_memory_of(each) for module in modules for each in (*module.parameters(), *module.buffers())}
         entries, reached = moving.reachable({**mutable, **plain, **carried}, skipped)
@@ -119,8 +122,9 @@ class Looks:
                 self.noted.add(variable)
                 kinds.setdefault(VARIABLE, []).append(printable(variable))
         # A variable that holds another object now does not count as changed.
-        ids = {name: id(value) for name, value in {**mutable, "loader": loader}.items()}
-        rebound = {name for name, number in self.ids.items() if ids.get(name) != number}
+        ids = {name: (id(value), _liveness(value)) for name, value in {**mutable, "loader": loader}.items()}
+        now = {name: number for name, (number, _) in ids.items()}
+        rebound = {name for name, (number, live) in self.ids.items() if now.get(name) != number or live() is None}
         before = {name: entry for name, entry in self.entries.items() if re.split(r"[.\[#]", name)[0] not in rebound}
         keys = [f"{name}.{key}" for name, module in objects.modules.items() for key in module.state_dict()]
         saved = {
@@ -269,6 +273,14 @@ def _memory_of(tensor: torch.Tensor) -> int:
     """The address of a tensor's values: the same number for all tensors that share them."""
     local = getattr(tensor, "_local_tensor", tensor)
     return (local.layout is torch.strided and local.untyped_storage().data_ptr()) or id(tensor)
+
+
+def _liveness(value: Any) -> Callable[[], Any]:
+    """A function that returns None once an object is gone, whose id may then be another's; if it can be known."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return int
 
 
 def _detached(value: Any) -> Any:

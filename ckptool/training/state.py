@@ -214,18 +214,31 @@ class Objects:
                 )
 
     def flags(self) -> dict[str, Any]:
-        """What no state dict has of modules: flag -> the parts or parameters for which it is False."""
-        return {
-            label: {flag: [name for name, part in parts(module) if not getattr(part, flag)] for flag, parts in FLAGS}
-            for label, module in self.modules.items()
-        }
+        """What no state dict has of modules: flag -> the parts or parameters for which it is False.
+
+        And `grad` -> those without a gradient, where others have one: an optimizer steps a parameter whose gradient
+        was zeroed in place, and none without a gradient.
+        """
+        flags: dict[str, dict[str, list[str]]] = {}
+        for label, module in self.modules.items():
+            flags[label] = {
+                flag: [name for name, part in parts(module) if not getattr(part, flag)] for flag, parts in FLAGS
+            }
+            gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+            lacking = [name for name, gradient in gradients.items() if gradient is None or gradient.is_sparse]
+            flags[label] |= {"grad": lacking} if len(lacking) < len(gradients) else {}
+        return flags
 
     def set_flags(self, saved: Mapping[str, Any]) -> None:
-        """Sets what `flags` gave."""
+        """Sets what `flags` gave; gradients are zeros, as their values were used."""
         for label, (flag, parts) in itertools.product(saved, FLAGS):
             cleared = set(saved[label][flag])
             for name, part in parts(self.modules[label]):
                 setattr(part, flag, name not in cleared)
+        for label in [label for label in saved if "grad" in saved[label]]:
+            lacking = set(saved[label]["grad"])
+            for name, parameter in self.modules[label].named_parameters():
+                parameter.grad = None if name in lacking else torch.zeros_like(parameter)
 
     def optimizer_without_its_schedule(self) -> str:
         """The name of an optimizer whose schedule was not given; empty for none."""

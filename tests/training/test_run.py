@@ -262,9 +262,18 @@ def test_a_script_may_begin_a_loader_again_whose_workers_stay(tmp_path: Path) ->
         assert len(list(loader)) == 2
 
 
+class Counting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        state = self.state["all"] or {"steps": 0, "sums": [torch.zeros(2)]}
+        self.state["all"] = {"steps": state["steps"] + 1, "sums": [state["sums"][-1] + 1]}  # type: ignore[index]
+        self.param_groups[0]["lr"] = 1 / (1 + float(self.state["all"]["sums"][0].sum()))  # type: ignore[index]
+        return super().step(closure)
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "lbfgs": lambda model: torch.optim.LBFGS(model.parameters(), max_iter=2),
     "named": lambda model: torch.optim.AdamW(model.named_parameters()),
+    "of the whole optimizer": lambda model: Counting(model.parameters(), lr=0.1),
 }
 
 

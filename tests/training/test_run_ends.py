@@ -63,6 +63,21 @@ def test_a_save_that_would_wait_for_ever_is_named(tmp_path: Path) -> None:
     assert [text for text in said if text.startswith("a save has waited since step 2: gradients are added after")]
 
 
+@pytest.mark.parametrize("steps", [3, 4])
+def test_gradients_that_one_loop_leaves_to_the_next_are_named(tmp_path: Path, steps: int) -> None:
+    model, said = nn.Linear(2, 1), list[str]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = Run(tmp_path, model=model, optimizer=optimizer, say=said.append)
+    for length in (steps, 8):
+        for step in run.steps(length):
+            model(torch.ones(2)).sum().backward()
+            if step % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+    named = [text for text in said if text.startswith("after step 3 a loop begins with gradients")]
+    assert len(named) == (steps == 3)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, None)])
 def test_a_signal_saves_and_leaves_the_program(tmp_path: Path, number: int, code: int | None) -> None:
     own, before = parts(), signal.getsignal(number)

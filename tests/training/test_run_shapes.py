@@ -316,6 +316,16 @@ ODD = {
             "    if epoch == 2:\n        model.eval(); validate()\n"
         ),
     ),
+    "parameters that are frozen or left out on the way, whose gradients are zeroed in place": (
+        "",
+        "",
+        (
+            "for epoch in run.epochs(4):\n    model[3].requires_grad_(epoch < 1)\n"
+            "    for step, batch in run.batches(loader):\n        optimizer.zero_grad(set_to_none=False)\n"
+            "        (model[:2] if random.random() < 0.5 else model)(batch).pow(2).mean().backward()\n"
+            "        optimizer.step()\n        run.save(every=3)\n"
+        ),
+    ),
     "workers that stay, of loaders inside of a function": (
         (
             "loader = torch.utils.data.DataLoader(\n    Noisy(), 3, shuffle=True, num_workers=1, "

@@ -174,6 +174,34 @@ def test_what_a_loop_leaves_in_variables_is_named_once(
     ], said
 
 
+class Part(list[torch.Tensor]):
+    def __init__(self, offset: int) -> None:
+        super().__init__([torch.full((3, 4), float(offset))] * 2)
+        self.offset = offset
+
+
+class Trainer:
+    epoch = 0
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of weight_norm
+def test_options_weights_that_are_computed_and_what_is_made_anew_are_not_named(tmp_path: Path) -> None:
+    model, said, trainer = nn.utils.weight_norm(nn.Linear(4, 1)), list[str](), Trainer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Run(tmp_path, model=model, optimizer=optimizer, say=said.append) as run:
+        for epoch in run.epochs(6):
+            trainer.epoch = epoch
+            for _step, batch in run.batches(Part(epoch)):  # often where the one before it was
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+                for group in optimizer.param_groups:
+                    group["lr"] /= 2
+                run.save()
+            run.save()
+    assert len(said) == 1, said
+
+
 def test_groups_that_an_optimizer_gets_later_are_named_before_a_resumed_run_cannot_load_them(tmp_path: Path) -> None:
     model, head, said = nn.Linear(4, 4), nn.Linear(4, 1), list[str]()
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)

@@ -85,7 +85,7 @@ def test_tied_tensors_are_taken_once(tmp_path: Path) -> None:
 
 Q = {"up.q.weight": torch.ones(6, 6)}
 KINDS = {"up.a.weight": torch.ones(6, 8), "up.b.weight": torch.ones(6, 8)}
-KINDS |= {"up.a.bias": torch.ones(6), "up.b.bias": torch.ones(8)}
+KINDS |= {"up.a.bias": torch.ones(6), "up.b.bias": torch.ones(8), "up.q.bias": torch.ones(6)}
 
 
 @looped(

@@ -6,14 +6,17 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
 import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy
 import pytest
+import safetensors.torch
 import torch
 
 import ckptool
@@ -70,6 +73,49 @@ def test_where_there_are_no_checksums_it_says_so(tmp_path: Path) -> None:
         assert found.fine and (found.checksums, found.checked, found.checked_bytes) == ("none", 0, 0)
         assert "no checksums stored: damage to the data cannot be detected" in str(found)
         assert found.to_dict()["checksums"] == "none"
+
+
+@looped(
+    "suffix, connections, holes",
+    [("safetensors", 1, False), ("safetensors", 4, True), ("pt", 1, False), ("pt", 1, True)],
+)
+def test_a_download_that_was_broken_off(suffix: str, connections: int, holes: bool, tmp_path: Path) -> None:
+    """Made at its full size, and filled by several connections, each of which was cut somewhere."""
+    torch.manual_seed(1)
+    random, tree = Random(1), {f"l{number}.weight": torch.randn(2, 33_000) for number in range(4)}
+    is_legacy = suffix == "pt"  # where a cut before the last storage shows in its counts
+    data = torch_bytes(tree, _use_new_zipfile_serialization=False) if is_legacy else safetensors.torch.save(tree)
+    first = max(data.index(values.numpy().tobytes()) for values in tree.values()) + 8 if is_legacy else 8192
+    begins = [0, *(len(data) // connections * number for number in range(1, connections))]
+    for _ in range(20):
+        ends = [
+            random.randrange(max(first, a), b - 4096) for a, b in zip(begins, [*begins[1:], len(data)], strict=True)
+        ]
+        path = tmp_path / f"a.{suffix}"
+        path.write_bytes(b"" if holes else bytes(len(data)))
+        with path.open("r+b") as file:
+            file.truncate(len(data))
+            for begin, end in zip(begins, ends, strict=True):
+                file.seek(begin)
+                file.write(data[begin:end])
+        (message,) = (note.message for note in verify(path).notes if note.code == "zeros-half-way")
+        expected = [f"(byte {len(data[:end].rstrip(bytes(1))):,})" for end in ends]
+        assert [place for place in expected[:3] if place not in message] == []
+
+
+@looped("number", range(12))
+def test_zeros_of_the_model_are_no_broken_download(number: int, tmp_path: Path) -> None:
+    """Rows that pad a vocabulary or were not trained, tensors that begin at zero; as the file system stores them."""
+    random = Random(number)
+    tree = {f"l{index}.weight": torch.randn(random.randrange(1, 200), random.randrange(1, 1500)) for index in range(4)}
+    for tensor in tree.values():
+        tensor[random.randrange(tensor.shape[0] + 1) :] = 0
+    if number % 2:
+        tree["z.bias"] = torch.zeros(5000)
+    path, sparse = tmp_path / "a.safetensors", tmp_path / "sparse.safetensors"
+    safetensors.torch.save_file(tree, path)
+    subprocess.run(["cp", "--sparse=always", path, sparse], check=True)
+    assert [note.code for file in (path, sparse) for note in verify(file).notes] == []
 
 
 def test_some_data_has_a_checksum_and_some_has_none() -> None:
