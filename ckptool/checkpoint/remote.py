@@ -223,9 +223,7 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
     except ServerDisconnectedError as error:
         raise _Again("the server closed the connection") from error
     except (ClientError, asyncio.TimeoutError) as error:
-        said = (
-            str(getattr(error, "message", error)).partition("\n")[0].rstrip(":")
-        )  # in more lines: where it is no HTTP
+        said = str(getattr(error, "message", error)).partition("\n")[0].rstrip(":")  # then the bytes that are no HTTP
         raise _Again(foreign(said) or f"no response for {PATIENCE} seconds") from error
 
 

@@ -255,6 +255,8 @@ FAULTS: dict[str, tuple[Any, type[CkptoolError] | None, str]] = {
     "slow": (ALWAYS("wait"), FileProblem, "imeout"),
     "without ranges": (ALWAYS("ignore"), FileProblem, "does not support range requests"),
     "without ranges later": (["", "ignore"], FileProblem, "does not support range requests"),
+    "half": (ALWAYS("half"), FileProblem, "model.pt: the server closed the connection\n"),
+    "no HTTP": (ALWAYS("garbage"), FileProblem, "model.pt: Bad status line\n"),
     "changed": (["", "change"], FileChanged, "changed since"), "denied": (["deny"], NoPermission, "403"),
 }  # fmt: skip
 
