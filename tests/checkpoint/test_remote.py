@@ -275,7 +275,7 @@ def test_what_a_server_does_wrong_is_said_or_tried_again(
         else:
             with pytest.raises(kind, match=text):
                 ckptool.inspect(f"{server.url}model.pt")
-        assert server.requests["model.pt"] <= 4
+        assert server.requests["model.pt"] <= (6 if fault == "half" else 4)  # aiohttp asks again, too
 
 
 @pytest.mark.parametrize(("after", "waits"), [("1", 1.0), ("0", 0), ("soon", 0), ("-1", 0), ("3600", None)])
