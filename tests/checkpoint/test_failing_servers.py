@@ -1,4 +1,4 @@
-"""What a server fails to send is no damage; what it replaces meanwhile is no checkpoint. The judge is the local file."""
+"""What a server does not send is no damage; what it replaces meanwhile is no checkpoint. The local file is the judge."""
 
 from __future__ import annotations
 
