@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Computed, Data, FileRange, Note, Storage, StorageRef
+from ckptool.checkpoint import Checkpoint, Composite, Computed, Data, FileRange, Note, Storage, StorageRef
 from ckptool.checkpoint import InlineBytes as InMemory
 from ckptool.checkpoint.files import Input, Source
 from ckptool.checkpoint.graph import visit
@@ -114,7 +114,9 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
         aside = [*magic.discarded, *version.discarded, *info.aside()]
     opcodes, tables = skeleton(data, begin, name=name), LegacyStorages()
     decoded = decode_lazily(opcodes, tables.load, builders_at(depth), name=name, file_bytes=data.length)
-    if any(isinstance(node, StorageView) for node in visit((decoded.root, decoded.discarded))):
+    nodes = visit((decoded.root, decoded.discarded))
+    kinds = {node.kind if isinstance(node, Composite) else type(node) for node in nodes}
+    if StorageView in kinds:
         raise Unsupported(f"{name}: a storage view outside of a tensor", "torch keeps such views only in tensors.")
     keys = small_pickle(data, opcodes.end, name)
     try:
@@ -124,6 +126,9 @@ def read_stream(data: Data, *, name: str, depth: int = 0) -> tuple[Checkpoint, i
     metadata: dict[str, Any] = {"protocol_version": str(VERSION), "byteorder": "little" if little_endian else "big"}
     notes = [*decoded.notes, *protocol_notes(decoded)]
     notes.append(Note("no-checksums", "the format has no checksums: damage to its data cannot be detected", COMPACT))
+    if tables.untyped or "nested" in kinds:  # of these it uses the sizes before it has read them
+        what = "torch saves nested tensors, and types such as float8 and uint16, in this format but cannot load them"
+        notes.append(Note("legacy-types", what, COMPACT))
     if rest := data.length - end:
         notes.append(Note("trailing-bytes", f"{rest:,} bytes after the last storage are used by nothing", COMPACT))
     calls = (*aside, *decoded.discarded, *keys.aside())
@@ -165,12 +170,13 @@ _DAMAGED = "The pickle was damaged."
 class LegacyStorages:
     """Gives the storages for persistent ids, and their data once the list of keys says where it is.
 
-    roots: those with data of their own.  views: of them, by keys of their own.
+    roots: those with data of their own.  views: of them, by keys of their own.  untyped: one of them has no type.
     """
 
     def __init__(self) -> None:
         self.roots: dict[str, StorageRef] = {}
         self.views: dict[str, StorageView] = {}
+        self.untyped = False
 
     def load(self, pid: Any) -> Any:
         """The value of `("storage", class, key, location, elements, view)` or `("module", class, file, source)`."""
@@ -187,7 +193,7 @@ class LegacyStorages:
             raise Unsupported(f"the storage {key} has the unknown type {cls}", "The size of its elements is unknown.")
         if numel < 0:
             raise BadTensor(f"the storage {key} has {numel} elements", _NO_TENSOR)
-        itemsize = dtype.itemsize if dtype else 1
+        itemsize, self.untyped = dtype.itemsize if dtype else 1, self.untyped or dtype is None
         size = numel * itemsize
         if (first := self.roots.get(key)) is None:
             first = self.roots[key] = StorageRef(Storage(Computed(size, _unplaced), location), dtype)
