@@ -271,14 +271,14 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
             try:
                 rows.append(task())
             except CkptoolError as error:
-                is_named = files[file] and not (isinstance(error, OtherProgram) and file.endswith(OTHERS))
-                files[file] = is_named  # else it is judged, and not listed
-                if may_exist(file):  # else somebody deleted it meanwhile
-                    rows.append(_damaged_row(file, error))
+                files[file] = files[file] and not (isinstance(error, OtherProgram) and file.endswith(OTHERS))
+                if isinstance(error, FileNotFoundError) if is_url(file) else not may_exist(file):
+                    continue  # somebody deleted it meanwhile
+                if latest_only and is_url(file) and isinstance(error, OSError):
+                    raise  # it could not be read, and may be the newest
+                rows.append(_damaged_row(file, error))
             except Exception as bug:  # noqa: BLE001 (whatever goes wrong in one file says nothing about the others)
-                what = f"ckptool could not judge it ({type(bug).__name__}: {bug!s})"
-                why = "That is a bug in ckptool; it says nothing about the file."
-                rows.append(_damaged_row(file, Corrupt(what, why)))
+                rows.append(_damaged_row(file, Corrupt(f"ckptool could not judge it ({type(bug).__name__}: {bug!s})")))
     torn = ("corrupt", "truncated", "unsupported")  # before the damage, there may be a call
     rows = [
         row for row in rows if files[row.path] or row.calls or (row.state in torn and reaches_a_call(Source(row.path)))

@@ -100,6 +100,7 @@ class Source:
     __slots__ = ("__weakref__", "_descriptor", "_identity", "_path", "begin", "is_edited", "path", "size")
     start = 0  # where its bytes begin in its `file`: see `Part`
     far = False  # every read is a request to another machine, and there is no descriptor
+    failures: Sequence[CkptoolError] = ()  # of reads from there
 
     def __new__(cls, path: str | os.PathLike[str] = "", fd: int | None = None, begin: int = 0) -> Source:
         """A `RemoteSource`, read by ranges, for a URL."""
@@ -455,6 +456,10 @@ class Folder:
         return dict(self._files)
 
     @property
+    def failures(self) -> Sequence[CkptoolError]:
+        return [error for file in self._files.values() for error in file.failures]
+
+    @property
     def size(self) -> int:
         return sum(file.size for file in self._files.values())
 
@@ -546,9 +551,13 @@ def open_input(path: str | os.PathLike[str]) -> Input:
 
 @contextmanager
 def unchanged(*inputs: Input | None) -> Iterator[None]:
-    """Raises `FileChanged` if anyone wrote to one of the inputs meanwhile, in place of any error that this led to."""
+    """Raises `FileChanged` if anyone wrote to one of the inputs meanwhile, in place of any error that this led to, or
+    what was taken for damage: so it is with a server that failed to send a part of one."""
 
-    failed = None
+    def failures() -> list[CkptoolError]:
+        return [error for source in inputs if source is not None for error in source.failures]
+
+    before, failed = failures(), None
     try:
         yield
     except CkptoolError as error:
@@ -556,6 +565,7 @@ def unchanged(*inputs: Input | None) -> Iterator[None]:
     for source in inputs:
         if source is not None:
             source.check_unchanged()
+    failed = next((error for error in failures() if error not in before), failed)
     if failed is not None:
         raise failed
 

@@ -28,7 +28,7 @@ from ckptool.checkpoint import files
 from ckptool.checkpoint.files import MAX_FILES, Folder, Source, file_changed, is_a_folder, without_resource_forks
 from ckptool.checkpoint.paths import KINDS, file_problem, foreign, free_name, given_url, named_urls
 from ckptool.commands import other_program
-from ckptool.errors import CkptoolError, FileMissing, FileProblem, LimitExceeded, MissingExtra, Unsupported, UsageError
+from ckptool.errors import CkptoolError, FileMissing, FileProblem, LimitExceeded, MissingExtra, UsageError
 
 END = 128 << 10  # bytes of each end of an object that are read at once: most tables are in them
 STEP, BEFORE = 16 << 10, 4 << 10  # bytes read where fewer are wanted, and in front of them
@@ -113,7 +113,7 @@ def asking(url: str) -> tuple[Ask, bool]:
         if not info or stop <= start:
             fs.invalidate_cache()
             info.update(await _answer_of(url, asyncio.to_thread(fs.info, path)))
-        if info["type"] == "directory":
+        if info.get("type") == "directory":
             raise _IsFolder
         if is_kind(fs, "hf"):
             from fsspec import filesystem
@@ -122,11 +122,12 @@ def asking(url: str) -> tuple[Ask, bool]:
             web, headers = filesystem("https", **_web_settings()), build_hf_headers(token=fs.token)
             info.setdefault("url", fs.url(path))
             return await _get(web, info["url"], url, headers, start, stop)
-        size: int = info["size"]
+        if not isinstance(size := info.get("size"), int):
+            raise UsageError(f"cannot use {url}", "Its file system does not say how large it is.", "Copy it first.")
         stop = min(stop, size)
         data = await _answer_of(url, asyncio.to_thread(fs.cat_file, path, start, stop)) if start < stop else b""
-        facts = [info[name] for name in _FACTS if info.get(name)] or [""]
-        return Served(data, size, str(facts[0]), facts[-1])
+        facts = [info[name] for name in _FACTS if info.get(name)]  # of which some stay when others change
+        return Served(data, size, str(facts), facts[-1] if facts else "")
 
     return ask, is_kind(fs, "hf")
 
@@ -171,8 +172,8 @@ async def _get_object(fs: Any, path: str, start: int, stop: int) -> Served:
 
 
 async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int, stop: int) -> Served:
-    """A range of a web server's file. Raises `FileProblem`, `Unsupported` where it serves no ranges, `_Again`."""
-    from aiohttp import ClientError, ClientPayloadError, ClientTimeout, TooManyRedirects
+    """A range of a web server's file. Raises `FileProblem`, also where it serves no ranges, `_Again`."""
+    from aiohttp import ClientError, ClientPayloadError, ClientTimeout, ServerDisconnectedError, TooManyRedirects
 
     session, options = await fs.set_session(), {**fs.kwargs}
     request = {"Accept-Encoding": "identity", **options.pop("headers", {}), **headers}
@@ -219,8 +220,11 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
         raise FileProblem(f"cannot read {url}: too many redirects") from error
     except ClientPayloadError as error:
         raise _Again("the response was cut short") from error
+    except ServerDisconnectedError as error:
+        raise _Again("the server closed the connection") from error
     except (ClientError, asyncio.TimeoutError) as error:
-        raise _Again(foreign(str(error)) or f"no response for {PATIENCE} seconds") from error
+        said = str(getattr(error, "message", error)).partition("\n")[0].rstrip(":")  # then the bytes that are no HTTP
+        raise _Again(foreign(said) or f"no response for {PATIENCE} seconds") from error
 
 
 def _denied(url: str, message: str) -> CkptoolError:
@@ -228,10 +232,10 @@ def _denied(url: str, message: str) -> CkptoolError:
     return KINDS[EACCES][0](f"cannot read {url}: not allowed ({message})", why).about(EACCES, url)
 
 
-def _no_ranges(url: str, why: str) -> CkptoolError:
+def _no_ranges(url: str, why: str) -> FileProblem:
     name = free_name(os.path.basename(url.partition("?")[0]) or "checkpoint", ".new")  # curl replaces what is there
     fix = f"Download it, and name the file: {other_program('curl -Lo', name, url)}"
-    return Unsupported(f"{url}: its server does not support range requests", why, fix)
+    return FileProblem(f"{url}: its server does not support range requests", why, fix)
 
 
 _at_once = cache(lambda process: asyncio.Semaphore(AT_ONCE))  # a process has a loop of its own
@@ -284,6 +288,7 @@ class RemoteObject:
         self.url, self.size, self.tag, self.modified = url, -1, "", 0.0
         self.process, (self.ask, self.is_tagged) = os.getpid(), asking(url)
         self.pieces: list[_Piece] = []  # sorted by `start`
+        self.failures: Sequence[CkptoolError] = ()  # the last, of what was read
         self.readers: dict[int, tuple[int, int]] = {}  # by thread: from where to where it has read in one go
         head: Future[bytes] = Future()
         head.set_result(_begun(self.fetch(0, END)).result())
@@ -308,7 +313,7 @@ class RemoteObject:
                 raise file_changed(self.url)
             expected = max(0, min(stop, self.size) - start)
             if len(answer.data) != expected:
-                raise _Again(f"only {len(answer.data):,} of {expected:,} bytes arrived")
+                raise _Again(f"{len(answer.data):,} bytes arrived, not {expected:,}")
             return answer.data
 
         return await _tried(self.url, once)
@@ -354,8 +359,9 @@ class RemoteObject:
             assert piece is not None
             try:
                 data = memoryview(piece.data.result())
-            except BaseException:
+            except BaseException as error:
                 self._drop(piece)
+                self.failures = [error] if isinstance(error, CkptoolError) else ()
                 raise
             stop = min(end, piece.stop)
             buffer[at - offset : stop - offset] = data[at - piece.start : stop - piece.start]
@@ -448,6 +454,8 @@ def _listing(folder: str) -> _Listing:
     """The names in a folder, whose URL ends in a slash. Raises `FileProblem` where it cannot be listed,
     `LimitExceeded`."""
     url = folder.rstrip("/")
+    if "::" in url:
+        raise UsageError(f"cannot use {url} as a folder", "Of a chain of URLs, only single files are read.")
     fs, path = file_system(url)
     path = path.rstrip("/") + "/" * is_web(url)
     fs.invalidate_cache()
@@ -514,6 +522,10 @@ class RemoteSource(Source):
     def modified(self) -> float:
         return self._object.modified
 
+    @property
+    def failures(self) -> Sequence[CkptoolError]:  # type: ignore[override]
+        return self._object.failures
+
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         self._object.expect(ranges)
 
@@ -542,13 +554,13 @@ class RemoteSource(Source):
 class RemoteFolder(Folder):
     """A remote folder of files, read by ranges. One that cannot be listed has those that its index names."""
 
-    __slots__ = ("_listing",)
+    __slots__ = ("_listing", "_unopened")
     far = True
 
     def __init__(self, path: str | os.PathLike[str], shown: str | os.PathLike[str] = "") -> None:
         self.path = named_urls(os.fspath(path)).rstrip("/")
         self.shown = named_urls(os.fspath(shown)) or self.path
-        self._files = {}
+        self._files, self._unopened = {}, list[CkptoolError]()
         try:
             self._listing = _cached(f"{self.path}/", _listing)
         except FileProblem:
@@ -558,6 +570,17 @@ class RemoteFolder(Folder):
         index = os.path.basename(self.shown) if shown else ""
         self._listing.is_known = not shown or index in self._listing
         self.names = sorted(without_resource_forks(self._listing)) if self._listing.is_known else [index]
+
+    @property
+    def failures(self) -> Sequence[CkptoolError]:
+        return [*self._unopened, *super().failures]
+
+    def open(self, name: str) -> Source:
+        try:
+            return super().open(name)
+        except FileProblem as error:
+            self._unopened = [] if isinstance(error, FileMissing) else [error]
+            raise
 
     def missing(self, names: Iterable[str]) -> list[str]:
         return super().missing(names) if self._listing.is_known else []

@@ -263,8 +263,8 @@ def orientation(base: Mapping[Any, Any]) -> Callable[[str], frozenset[bool]]:
     """A function that tells whether a weight is [in, out], as transformers' Conv1D has them: {True} or {False}, both
     where matrices around it are of both kinds, and neither where nothing tells.
 
-    A matrix tells it by its bias; a square one is as those whose names end alike, or else as those of the smallest
-    block around it that has any.
+    A matrix tells it by its bias, which each Conv1D has; a square one with a bias is as those whose names end alike, or
+    else as those of the smallest block around it that has any.
     """
     transposed: dict[str, bool] = {}
     for key, weight in base.items():
@@ -283,6 +283,8 @@ def orientation(base: Mapping[Any, Any]) -> Callable[[str], frozenset[bool]]:
         shape = base[key].shape
         if len(shape) != 2 or shape[0] != shape[1]:
             return frozenset({transposed.get(key, False)})
+        if f"{key.removesuffix('weight')}bias" not in base:
+            return frozenset({False})
         tally, block = votes("", _module_name(key)), key[:1000]  # a name may be long
         if len(tally) != 1:
             tally = frozenset()

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Storage, StorageRef, TensorEntry
-from ckptool.checkpoint.files import Input, Source
+from ckptool.checkpoint.files import Input, Source, unchanged
 from ckptool.checkpoint.graph import no_collection, visit
 from ckptool.checkpoint.nodes import Set, same_kind
 from ckptool.checkpoint.tree import address, rebuild, storages, stored_parts, walk
@@ -166,7 +166,7 @@ def salvage(source: Input, error: CkptoolError | None = None) -> Salvaged:
         fix = f"See which is damaged: {command('scan', source.path, full=True)}"
         raise UsageError(f"{source} is a folder", "Files are recovered one by one.", fix)
     head = source.read(0, min(16, source.size))
-    with no_collection():
+    with no_collection(), unchanged(source):
         is_safetensors = safetensors.detect(head, source)
         if head[:2] == b"PK" or (not is_safetensors and directory.ends_as_zip(source)):
             return _salvaged_zip(source, error)

@@ -53,8 +53,9 @@ def check_upload(url: str, *, overwrite: bool, names: Collection[str] = ()) -> t
     if is_web(url := named_urls(url)):
         fix = f"Write to s3://, gs:// or hf://, or write a file and upload it: {arg(out=FILE)}"
         raise UsageError(f"cannot write {url}: a web server only serves files", "Nothing was written.", fix)
-    if "#" in url:
-        raise UsageError(f"cannot write {url}", "In a URL, # begins an address.", "Choose a name without #.")
+    for mark, meaning in (("#", "begins an address"), ("::", "chains file systems")):
+        if mark in url:
+            raise UsageError(f"cannot write {url}", f"In a URL, {mark} {meaning}.", f"Choose a name without {mark}.")
     with _problems(url):
         fs, place = file_system(url)
         fs.invalidate_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -114,3 +115,11 @@ def test_a_package_that_is_missing_is_named_with_its_install_line(
 def test_a_url_that_names_nothing_is_told_so(url: str, at: Path, run: Run) -> None:
     for command in (f"inspect {url}", f"strip-module dp.pt -o {url}", f"diff dp.pt {url}"):
         assert "names no file" in run(*command.split()).err, command
+
+
+@pytest.mark.parametrize("name", ["hub", "hub/model.safetensors.index.json", ""])
+def test_a_folder_behind_a_chain_of_urls_is_refused(name: str, files: Path, tmp_path: Path, run: Run) -> None:
+    shutil.make_archive(str(tmp_path / "a"), "zip", files)
+    for verb in ("scan {}", "inspect {}", f"strip-module {files}/model.pt --to torch-zip -o {{}}"):
+        ran = run(*verb.format(f"zip://{name}::{tmp_path}/a.zip").split())
+        assert ran.code == 2 and ("only single files" in ran.err or "chains file systems" in ran.err), ran

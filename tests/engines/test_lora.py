@@ -19,8 +19,8 @@ PAIRS = [(F32, F32), (BF16, BF16), (BF16, F32), (F32, BF16), (F16, F16), (F16, F
 
 
 def merged_by_us(folder: Path, base: Tensors) -> Tensors:
-    save_file(base, folder / "base.safetensors")
-    ckptool.lora_merge(folder / "base.safetensors", folder, folder / "out.safetensors", overwrite=True)
+    torch.save(base, folder / "base.pt")  # in the order of the layers
+    ckptool.lora_merge(folder / "base.pt", folder, folder / "out.safetensors", overwrite=True)
     return load_file(folder / "out.safetensors")
 
 

@@ -21,8 +21,9 @@ from typing import Any, BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
 # ignore: the whole file, whatever range was asked for. cut: half of what was promised. change: other bytes from now on,
-# of the same length. busy: 503. wait: nothing for `patience` seconds. deny: 403.
-FAULTS = ("ignore", "cut", "change", "busy", "wait", "deny")
+# of the same length. busy: 503. wait: nothing for `patience` seconds. deny: 403. gone: 404.
+# half: a part of a status line. garbage: no HTTP.
+FAULTS = ("ignore", "cut", "change", "busy", "wait", "deny", "gone", "half", "garbage")
 
 
 class RangeServer(ThreadingHTTPServer):
@@ -92,13 +93,16 @@ class RangeHandler(BaseHTTPRequestHandler):
         path = self.server.folder / name
         if fault == "wait":
             self.server.closing.wait(self.server.patience)
-        if fault in ("busy", "deny"):
+        if fault in ("half", "garbage"):
+            self.wfile.write(b"HTTP/1.1 206 Part" if fault == "half" else b"garbage\r\n\r\n")
+            self.close_connection = True
+        elif fault in ("busy", "deny"):
             self.send(503 if fault == "busy" else 403, {})
         elif path.is_dir():
             names = sorted(f"{each.name}/" if each.is_dir() else each.name for each in path.iterdir())
             page = "".join(f'<a href="{quote(each)}">{escape(each)}</a>\n' for each in names).encode()
             self.send_bytes(200, {"Content-Type": "text/html"}, page)
-        elif not path.is_file():
+        elif not path.is_file() or fault == "gone":
             self.send(404, {})
         else:
             if fault == "change":

@@ -139,24 +139,34 @@ def test_ties_stay_or_are_refused(tmp_path: Path) -> None:
 def test_a_square_weight_is_as_those_of_its_block(tmp_path: Path) -> None:
     """A ViT with a GPT-2 behind it: the one field of PEFT's configuration holds for one of the two at most."""
     square, turned = "vit.layer.0.attention.query", "gpt.h.0.attn.c_own"
-    base = {f"{name}.weight": torch.randn(6, 6) for name in (square, turned)}
+    base = {f"{name}.weight": torch.randn(6, 6) for name in (square, turned)} | {f"{turned}.bias": torch.randn(6)}
     base |= {"vit.layer.0.dense.weight": torch.randn(8, 6), "vit.layer.0.dense.bias": torch.randn(8)}
     base |= {"gpt.h.0.attn.c_attn.weight": torch.randn(6, 18), "gpt.h.0.attn.c_attn.bias": torch.randn(18)}
     tensors = halves(square, 6) | halves(turned, 6, seed=1)
-    for said in (False, True):
-        found = merged(tmp_path, base, peft(tmp_path / "a", tensors, fan_in_fan_out=said))
+    for said, with_bias in product((False, True), repeat=2):
+        biases = {f"{square}.bias": torch.randn(6)} if with_bias else {}
+        found = merged(tmp_path, base | biases, peft(tmp_path / "a", tensors, fan_in_fan_out=said))
         for name in (square, turned):
             delta = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"] * 2
             delta = delta.T if name == turned else delta
             assert torch.allclose(found[f"{name}.weight"], base[f"{name}.weight"] + delta, atol=1e-5)
-    # In one block of both kinds the field counts, unless the adapter itself is for both.
-    mixed = {f"x.{key.rpartition('.')[0].rpartition('.')[2]}.{key.rpartition('.')[2]}": base[key] for key in base}
-    own, more = halves("x.query", 6), halves("x.dense", 8) | halves("x.c_attn", 18)
-    found = merged(tmp_path, mixed, peft(tmp_path / "b", own, fan_in_fan_out=True))
-    delta = own["x.query.lora_B.weight"] @ own["x.query.lora_A.weight"] * 2
-    assert torch.allclose(found["x.query.weight"], mixed["x.query.weight"] + delta.T, atol=1e-5)
-    with pytest.raises(Unsupported, match=r"x\.query\.weight of .* is square"):
-        merged(tmp_path, mixed, peft(tmp_path / "c", own | more, fan_in_fan_out=True))
+    # In one block of both kinds, the field is that of the layer that PEFT wrapped last. A Conv1D has a bias.
+    mixed = {f"x.{'.'.join(key.split('.')[-2:])}": value for key, value in base.items()}
+    own, more = halves("x.query", 6), halves("x.dense", 8)
+    for said, with_bias in product((False, True), repeat=2):
+        biases = {"x.query.bias": torch.randn(6)} if with_bias else {}
+        found = merged(tmp_path, mixed | biases, peft(tmp_path / "b", own, fan_in_fan_out=said))
+        delta = own["x.query.lora_B.weight"] @ own["x.query.lora_A.weight"] * 2
+        delta = delta.T if said and with_bias else delta
+        assert torch.allclose(found["x.query.weight"], mixed["x.query.weight"] + delta, atol=1e-5)
+        two = peft(tmp_path / "c", own | more, fan_in_fan_out=said)
+        if with_bias:
+            with pytest.raises(Unsupported, match=r"x\.query\.weight of .* is square"):
+                merged(tmp_path, mixed | biases, two)
+            with pytest.raises(Unsupported, match=r"x\.query\.weight of .* is square"):  # the last is the other
+                ckptool.lora_merge(stored(mixed | biases, tmp_path / "b.pt"), two, tmp_path / "out.pt")
+        else:
+            merged(tmp_path, mixed, two)
 
 
 def test_trained_tokens_of_a_tied_table_replace_no_other_change(tmp_path: Path) -> None:
@@ -290,9 +300,11 @@ def test_no_value_is_further_from_peft_than_promised(
 @looped("name", [name for name in FOLDERS if "lycoris" not in name])
 def test_the_values_are_those_of_peft(name: str, tmp_path: Path) -> None:
     base = SURGERY / f"base-{'bfloat16' if 'bf16' in name else 'float32'}.safetensors"
+    if "conv1d" in name:  # beside Linears: known by the order of the layers
+        base = stored(load_file(base), tmp_path / "base.pt")
     done = ckptool.lora_merge(base, SURGERY / name, tmp_path / "out.safetensors", verify=True)
     files = tmp_path / "out.safetensors", SURGERY / name / "expected.safetensors", base
-    ours, theirs, before = map(load_file, files)
+    ours, theirs, before = map(load, files)
     assert theirs.keys() == {*done.facts["changed"], *done.facts["replaced"]} and ours.keys() == before.keys()
     for key, value in ours.items():
         if "dora" in name:

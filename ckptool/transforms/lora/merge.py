@@ -56,7 +56,7 @@ class AdapterMerge:
         self.replaced: list[str] = []
         self.added: list[str] = []
         self.turns = orientation(self.tensors)
-        self.adapter_turns: dict[bool, set[bool]] = {}
+        self.expert_turns: frozenset[bool] | None = None
         deltas = sorted(adapter.deltas, key=lambda delta: delta.method != WHOLE)  # whole tensors first
         for component in dict.fromkeys(delta.component for delta in deltas):
             self.places.settle(component, [self._spellings(delta) for delta in deltas if delta.component == component])
@@ -179,23 +179,29 @@ class AdapterMerge:
         )
 
     def _is_turned(self, key: str, delta: Delta) -> bool:
-        """True for a square weight that is [in, out]: told by others of the base or, for experts, of the adapter; else
-        by the configuration, which PEFT writes for all layers at once, and for two kinds as the last one needs it.
+        """True for a square weight that is [in, out]: of experts, told by the adapter's other changes; else by others
+        of the base, or by the configuration, in which PEFT leaves the kind of the last layer that it wrapped.
         """
-        of_experts = delta in self.parameters and len(self.tensors[key].shape) == 3
-        in_attention = any(".base_layer.out_proj." in name for name in delta.keys.values())  # PEFT asks only the config
-        votes = frozenset() if of_experts or in_attention else self.turns(key)
-        if len(votes) != 1:
-            config_turn = set() if of_experts else {bool(self.adapter.config.get("fan_in_fan_out"))}
-            if (votes or of_experts) and of_experts not in self.adapter_turns:  # by changes of non-square weights
-                products = [other for other in self.adapter.products if "B" in other.factors and not other.embedding]
+        products = [other for other in self.adapter.products if "B" in other.factors and not other.embedding]
+        if delta in self.parameters and len(self.tensors[key].shape) == 3:
+            if self.expert_turns is None:
                 pairs = [(other, self.tensors.get(self._target_key(other) or "")) for other in products]
-                self.adapter_turns[of_experts] = {
+                self.expert_turns = frozenset(
                     other.factors["B"].shape[0] == entry.shape[-1]
                     for other, entry in pairs
-                    if entry is not None and len(entry.shape) == 2 + of_experts and entry.shape[-1] != entry.shape[-2]
-                }
-            votes = frozenset(config_turn | self.adapter_turns[of_experts] if votes or of_experts else config_turn)
+                    if entry is not None and len(entry.shape) == 3 and entry.shape[-1] != entry.shape[-2]
+                )
+            votes = self.expert_turns
+        else:
+            in_attention = any(".base_layer.out_proj." in name for name in delta.keys.values())  # only the config tells
+            votes = frozenset() if in_attention else self.turns(key)
+            matrices = [other for other in products if len(other.factors["A"].shape) == 2]
+            if len(votes) > 1 and self.is_ordered:  # as are the layers that PEFT wraps
+                order = {key: index for index, key in enumerate(self.tensors)}
+                matrices = [max(matrices, key=lambda other: order.get(self._target_key(other) or "", -1))]
+            names = {other.module.rpartition(".")[2] for other in matrices}
+            if not votes or (len(votes) > 1 and names == {delta.module.rpartition(".")[2]}):
+                votes = frozenset({bool(self.adapter.config.get("fan_in_fan_out"))})
         if len(votes) != 1:
             what = f"{self.name}: {key} of {self.base_name} is square, [out, in] or [in, out]"
             raise Unsupported(what, "No other weights settle it. Nothing was written.")
