@@ -272,11 +272,10 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
                 rows.append(task())
             except CkptoolError as error:
                 files[file] = files[file] and not (isinstance(error, OtherProgram) and file.endswith(OTHERS))
-                if isinstance(error, FileNotFoundError) if is_url(file) else not may_exist(file):
-                    continue  # somebody deleted it meanwhile
-                if latest_only and is_url(file) and isinstance(error, OSError):
+                is_gone = isinstance(error, FileNotFoundError) if is_url(file) else not may_exist(file)
+                if latest_only and is_url(file) and isinstance(error, OSError) and not is_gone:
                     raise  # it could not be read, and may be the newest
-                rows.append(_damaged_row(file, error))
+                rows += [] if is_gone else [_damaged_row(file, error)]
             except Exception as bug:  # noqa: BLE001 (whatever goes wrong in one file says nothing about the others)
                 rows.append(_damaged_row(file, Corrupt(f"ckptool could not judge it ({type(bug).__name__}: {bug!s})")))
     torn = ("corrupt", "truncated", "unsupported")  # before the damage, there may be a call

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, LimitExceeded, NoMatch, Unsupported, UsageError
-from tests.support.adapters import Tensors, halves, peft, stored
+from tests.support.adapters import Tensors, halves, model_folder, peft, stored
 from tests.support.errors import refused
 from tests.support.looped import looped
 
@@ -117,6 +117,23 @@ def test_what_cannot_be_extracted_is_named(
     base = weights() | options.pop("base", {})
     files = (stored(base | change, tmp_path / "tuned.safetensors"), stored(base, tmp_path / "base.safetensors"))
     refused(kind, tmp_path, lambda: ckptool.lora_extract(*files, tmp_path / "a", **{"rank": 2} | options), message)
+
+
+@looped(("kind", "whole"), [("llama", []), ("deepseek_v3", ["mlp.down_proj"]), ("mamba", ["mixer.out_proj"])])
+def test_what_peft_takes_for_another_kind_of_module_is_stored_whole(
+    kind: str, whole: list[str], tmp_path: Path
+) -> None:
+    """PEFT 0.21 turns `down_proj` into fused experts, wherever it is, and refuses Mamba's `out_proj`."""
+    base = {
+        f"model.layers.0.{name}.weight": torch.randn(6, 6) for name in ("mlp.down_proj", "mixer.out_proj", "q_proj")
+    }
+    files = [
+        model_folder(tmp_path / str(change), {key: value + change for key, value in base.items()}, model_type=kind)
+        for change in (1, 0)
+    ]
+    ckptool.lora_extract(*files, tmp_path / "a", rank=2)
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert (config["modules_to_save"] or []) == [f"model.layers.0.{name}" for name in whole]
 
 
 def test_a_rank_that_needs_gigabytes_is_refused(tmp_path: Path) -> None:

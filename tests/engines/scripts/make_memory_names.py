@@ -12,6 +12,7 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -139,6 +140,22 @@ def odd(model: Any) -> list[str]:
     return sorted(set(found))
 
 
+def not_for_peft(model_type: str) -> set[str]:
+    """The ends of modules that PEFT takes for others: for experts that transformers 5 fuses, or for Mamba's."""
+    from peft.tuners import tuners_utils
+    from peft.utils import transformers_weight_conversion as moe
+
+    of_experts = conversion_mapping._MODEL_TO_CONVERSION_PATTERN.get(model_type)
+    ends = set(moe._MOE_TARGET_MODULE_MAPPING.get(of_experts, ())) if of_experts in moe._MOE_FUSED_TARGETS else set()
+    config = SimpleNamespace(peft_type="LORA")
+    model = SimpleNamespace(config=SimpleNamespace(model_type=model_type))
+    try:
+        tuners_utils._check_lora_target_modules_mamba(config, model, "out_proj")
+    except ValueError:
+        ends.add("out_proj")
+    return ends
+
+
 def is_plain(module: Any) -> bool:
     """True for a model's own kind of linear layer that gives one tensor of the usual shape, which PEFT adds to."""
     if not isinstance(module, torch.nn.Linear) or type(module).__module__ == "torch.nn.modules.linear":
@@ -184,6 +201,7 @@ def main() -> None:
             if found != "?":
                 found[1] = {place: first[steps[key]] for place, key in found[1].items()}
             rows.setdefault(json.dumps(found), []).append(name)
+        odds |= not_for_peft(model_type)
         kinds[model_type] = [{" ".join(names): json.loads(text) for text, names in rows.items()}, sorted(odds)]
     mappings = {key: json.loads(text) for key, text in steps.items()}
     ties_of = {text: list(dict.fromkeys(names)) for text, names in sorted(tied.items()) if text}
