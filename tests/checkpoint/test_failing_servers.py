@@ -1,4 +1,4 @@
-"""What a server does not send is no damage; what it replaces meanwhile is no checkpoint. The local file is the judge."""
+"""What a server does not send is no damage, what it replaces meanwhile no checkpoint. The judge is the local file."""
 
 from __future__ import annotations
 
