@@ -284,7 +284,7 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
     ]
     good = [row for row in rows if row.is_good and files[row.path]]
     good = [row for row in good if row.is_model] or good  # rather than an optimizer or a data loader by itself
-    good = [row for row in good if not is_set_aside(row.path[len(name) :])] or good
+    good = [row for row in good if not is_set_aside(row.path[len(name) :].rstrip("/"))] or good
     latest, by = _newest(good)
     shown = ((latest,) if latest else ()) if latest_only else tuple(rows)
     return Scan(name, True, len(entries) - len(rows), latest, by, full, latest_only, shown)
@@ -340,7 +340,7 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
             yield from ((os.path.join(current, name), True) for name in candidates) if separate else [(current, True)]
         subfolders: list[str] = []
         for name, is_folder, is_file in entries:
-            path = os.path.join(current, name)
+            path = os.path.join(current, name, *[""] * (is_folder and is_url(current)))  # as web servers want it
             if name in claimed or TEMPORARY.fullmatch(name):
                 continue
             if is_folder:

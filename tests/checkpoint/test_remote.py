@@ -11,6 +11,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -388,6 +389,16 @@ class Page(RangeHandler):
             page = "".join(f'<a href="{link}">x</a>' for link in self.links).encode()
             return self.send_bytes(200, {"Content-Type": "text/html"}, page)
         return super().answer(name, fault)
+
+
+def test_what_is_found_in_a_folder_can_be_read_by_its_name(files: Path) -> None:
+    """By a worker, too, which has not seen the listing; some servers do not say that a folder wants a slash."""
+    with RangeServer(files) as server, ThreadPoolExecutor(2) as pool:
+        found = ckptool.scan(server.url)
+        assert ckptool.scan(server.url, jobs=pool) == found
+        good = {row.path.removeprefix(server.url) for row in found.files if row.is_good}
+        assert {*FILES, "hub/", "dcp/", "zero/"} <= good
+        assert all(ckptool.inspect(server.url + name).tensors for name in good)
 
 
 def test_links_that_lead_elsewhere_are_not_followed(files: Path, tmp_path: Path) -> None:
