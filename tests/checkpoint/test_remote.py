@@ -12,7 +12,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -37,7 +36,7 @@ from tests.support.same import assert_same_objects, assert_same_tree
 
 VERBS = ("inspect {}", "show {}", "doctor {}", "scan {}", "spec {}", "diff {} {}", "warm-start {} --against {}")
 # The most requests for a file, and for all of it.
-MOST = {"model.pt": 4, "script.pt": 4, "m.safetensors": 3, "hub": 2 + 3 * SHARDS, "dcp": 2, "zero": 6}
+MOST = {"model.pt": 4, "script.pt": 4, "m.safetensors": 3, "hub": 3 + 3 * SHARDS, "dcp": 2, "zero": 10}
 
 
 @pytest.fixture(scope="module")
@@ -293,43 +292,6 @@ def test_a_busy_server_is_asked_again_when_it_says(
         else:
             ckptool.inspect(f"{server.url}model.pt")
             assert time.monotonic() - began >= waits
-
-
-JUDGES = ("verify {} --finite", "scan {} --full", "scan {} --latest-good", "recover {} -o out.pt -f", "doctor {}")
-
-
-@looped("name", ("model.pt", "m.safetensors", "hub/", "dcp/", "zero/"))
-@pytest.mark.parametrize("fault", ["ignore", "cut", "busy", "deny"])
-def test_what_a_server_does_not_send_is_never_taken_for_damage(
-    fault: str, name: str, files: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From whichever request on: the answer is that of the local file, or there is none."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(remote, "WAIT", 0)
-    random = Random(f"{fault} {name}")
-    for verb in JUDGES:
-        expected = run(*verb.replace("{}", str(files / name)).split()).code
-        good = random.choice(range(1, 12))
-        with RangeServer(files, itertools.chain([""] * good, ALWAYS(fault))) as server:
-            ran = run(*verb.replace("{}", f"{server.url}{name}").split(), "--json")
-        state = ran.json["files"][0]["state"] if ran.json["schema"].startswith("ckptool.scan") else ""
-        is_said = ran.code == 2 and ran.json.get("code") == "io"
-        assert is_said or ran.code == expected or (ran.code == 1 and state == "io"), (verb, good, ran)
-
-
-def test_the_latest_good_one_is_not_judged_without_one_that_is_not_read(tmp_path: Path, run: Run) -> None:
-    class Lost(RangeHandler):
-        fault = ""
-
-        def answer(self, name: str, fault: str) -> None:
-            super().answer(name, fault or (self.fault if name == "3.pt" else ""))
-
-    for step in (1, 2, 3):
-        torch.save({"w": torch.ones(3), "step": step}, tmp_path / f"{step}.pt")
-    for Lost.fault, code, said in (("deny", 2, "3.pt: not allowed"), ("gone", 0, "/2.pt"), ("", 0, "/3.pt")):
-        with RangeServer(tmp_path, handler=Lost) as server:
-            ran = run("scan", server.url, "--latest-good")
-        assert ran.code == code and said in ran.out + ran.err, ran
 
 
 LIES = {"Content-Range": ("bytes 0-131071/²", "bytes 0-131071/" + "9" * 5_000), "Content-Encoding": ("gzip", "br")}
