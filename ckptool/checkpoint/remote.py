@@ -19,6 +19,7 @@ from contextvars import Context, copy_context
 from email.utils import parsedate_to_datetime
 from errno import EACCES, ENOENT
 from functools import cache, partial
+from html import unescape
 from typing import Any, NamedTuple, SupportsIndex, TypeVar
 from urllib.parse import unquote
 from urllib.request import getproxies
@@ -463,7 +464,9 @@ def _listing(folder: str) -> _Listing:
     listing, pattern = _Listing(), r"[^/?#]+/?" if is_web(url) else r"[^/]+"  # not the links that sort the page
     listed = _tried(url, lambda: _answer_of(url, asyncio.to_thread(fs.ls, path, detail=True)))
     for row in _begun(listed).result():
-        name: str = row["name"].removeprefix(path) if is_web(url) else row["name"].rstrip("/").rpartition("/")[2]
+        name: str = row["name"].rstrip("/").rpartition("/")[2]
+        if is_web(url):
+            name = unescape(row["name"].removeprefix(path)).removeprefix("./")
         plain = unquote(name.rstrip("/")) if is_web(url) else name  # unless that would be another URL, or path
         is_below = row["name"].strip("/") != path.strip("/") and plain not in (".", "..")
         if is_below and re.fullmatch(pattern, name):

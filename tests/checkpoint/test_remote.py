@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from html import escape
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -369,8 +370,19 @@ def test_a_fork_leaves_the_connections_of_its_parent_to_it(tmp_path: Path, monke
         server.communicate("")
 
 
-def test_a_listed_file_is_asked_for_under_its_own_name(tmp_path: Path) -> None:
-    names = ("a#b.pt", "a?b.pt", "a%b.pt", "a\nb.pt", "a b.pt", "ä.pt")
+LINKS: dict[str, Callable[[str], str]] = {
+    "nginx": quote,
+    "Apache": lambda name: escape(quote(name, safe="&;'")),
+    "Caddy": lambda name: f"./{quote(name)}",
+}
+
+
+@pytest.mark.parametrize("program", LINKS)
+def test_a_listed_file_is_asked_for_under_its_own_name(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.support.range_server.quote", LINKS[program])
+    names = ("a#b.pt", "a?b.pt", "a%b.pt", "a\nb.pt", "a b.pt", "ä.pt", "a&b.pt", "a&amp;b.pt", "it's.pt")
     for value, name in enumerate(names):
         torch.save({f"w{value}": torch.ones(1)}, tmp_path / name)
     with RangeServer(tmp_path) as server:
