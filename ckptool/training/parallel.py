@@ -68,9 +68,14 @@ class World:
 
     def any_rank(self, flag: bool) -> bool:
         """True if the flag is set in any process, so that all of them decide alike."""
+        return self.any_of(flag)[0]
+
+    def any_of(self, *flags: bool) -> list[bool]:
+        """For each flag, whether it is set in any process."""
         if not self.distributed:
-            return flag
-        return bool(self.all_reduce(torch.tensor(float(flag), device=self.device)).item())
+            return list(flags)
+        sums: list[float] = self.all_reduce(torch.tensor(flags, dtype=torch.float32, device=self.device)).tolist()
+        return list(map(bool, sums))
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, in the order of their ranks, in each of them."""

@@ -26,7 +26,7 @@ from ckptool.training import LOOP, rng, run_folder
 from ckptool.training.batches import Position, batches_of, generators_of, workers_spared
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
-from ckptool.training.saving import Saver, checked_rules, loaded, number, refuse_not_plain, to_cpu
+from ckptool.training.saving import Saver, checked_rules, digest, loaded, number, refuse_not_plain, to_cpu
 from ckptool.training.seen import Looks
 from ckptool.training.state import SUFFIX, Objects, Window
 from ckptool.training.stopping import SIGNALS, Stopping, counters_around, left_by_break, loop_frame, stopping
@@ -105,6 +105,7 @@ class Run:
         self._waits: tuple[int, int] | None = None  # a save, since this step and this count of `_window.steps`
         self._unreached: Point | None = None  # of a commit in progress, or one that failed
         self._failed: BaseException | None = None  # a commit at `break`: Python drops what a generator raises there
+        self._raised = False  # in this loop, by the data, a metric or a commit
         self._ended: dict[str, int] | None = None  # by `break`: the length that the loop had then
         self._initial_random = rng.global_states()
         self._drawn: set[str] = set()  # the global generators that were ever drawn from
@@ -115,6 +116,8 @@ class Run:
         self._notes_given: set[str] = set()
         self._iterator: Callable[[], Any] = lambda: None  # of the loop, as the script has it
         self._ended_at: tuple[Any, ...] = ()  # the place in the script of the last loop that ran to its end
+        ddp = {name: each for name, each in objects.items() if isinstance(each, nn.parallel.DistributedDataParallel)}
+        self._alike = {name for name, each in ddp.items() if each.broadcast_buffers}
         self._options = self.objects.options()
         self._window = Window(self.objects)
         if not isinstance(folder, RunFolder):  # which the harness opens by its configuration
@@ -137,8 +140,8 @@ class Run:
                 self._counted = max((step for step in steps if step <= newest.step), default=None)
                 self._restore(newest)
             self.objects.refuse_unowned_parameters()
-            ddp = [each for each in objects.values() if isinstance(each, nn.parallel.DistributedDataParallel)]
-            if self.world.size > 2 and not all(each.find_unused_parameters for each in ddp):  # it rebuilds its buckets
+            # Unless it looks for unused parameters, it rebuilds its buckets.
+            if self.world.size > 2 and not all(each.find_unused_parameters for each in ddp.values()):
                 self.say(
                     "DistributedDataParallel changes the order of its sums after its first step, so with more than two "
                     "processes the last bits of a resumed run differ; find_unused_parameters=True keeps the order"
@@ -266,6 +269,22 @@ class Run:
             "flags": self.objects.flags(),
         }
 
+    def _own_parts(self, point: Point) -> dict[str, Any]:
+        """The values, states of objects and buffers that differ from those of the first process, by their keys."""
+        if not (self.world.distributed and point.rank):  # a `TrainerRun` has no rank state
+            return {}
+        states = {"values": self.values, **{name + SUFFIX: state for name, state in point.states.items()}}
+        states |= {name + SUFFIX: self.objects.buffers(name) for name in self.objects.modules.keys() - self._alike}
+        dicts = {key: state for key, state in states.items() if isinstance(state, dict)}
+        digests = {key: {name: digest(part) for name, part in state.items()} for key, state in dicts.items()}
+        first = self.world.broadcast(digests)
+        differing = {
+            key: {name: states[key][name] for name, text in texts.items() if first[key].get(name) != text}
+            for key, texts in digests.items()
+        }
+        refuse_not_plain(differing, f"the state of process {self.world.rank}")
+        return {"own": differing} if any(differing.values()) else {}
+
     def _restore(self, saved: SavedState) -> None:
         where = saved.path
         tree = loaded(where, self.objects.in_parts)
@@ -300,13 +319,16 @@ class Run:
         self._window.renewing = set(tree["data_state"].get("renewing", ()))
         self._drawn = set(rank["now"]) - {"generators"}
         self.position.restore(tree["data_state"], rank)
-        values, self._goes_on = to_cpu(tree["values"], copied=True), False
+        values, self._goes_on = to_cpu(self.values, copied=True), False
         random, objects = self._capture(self.objects.generators), self.objects
         self._resumed = _Resumed(where, values, random, objects.options(), objects.flags())
         self.say(f"resumed {printable(self.folder.folder)} from step {self.step:,}")
 
     def _take(self, tree: dict[str, Any], where: str) -> None:
         """Loads the objects and the values from the tree of a checkpoint; tensors that they share stay shared."""
+        ranks = tree["rng_state"]["ranks"]
+        of_rank = ranks[self.world.rank].get("own", {}) if self.world.rank < len(ranks) else {}
+        tree = {**tree, **{key: {**tree[key], **parts} for key, parts in of_rank.items()}}
         keys = ["values", *(name + SUFFIX for name in self.objects.others)]
         copied = to_cpu({key: tree[key] for key in keys}, copied=True)  # they would keep the file mapped
         self.objects.restore({**tree, **copied}, where)
@@ -415,7 +437,7 @@ class Run:
                         self._at_point(self._point(), stop=stop)
             except GeneratorExit:
                 by_break = False if self._closed else left_by_break(loop)
-                if by_break is None and self._saver.step != self.step:
+                if by_break is None and self._saver.step != self.step and not self._raised:
                     self.say(
                         f"step {self.step:,} was not saved: what is around {name} ended the loop, or failed; leave it "
                         "by `break`, or put it inside: run.batches(lambda: islice(loader, 100))"
@@ -464,6 +486,9 @@ class Run:
                 item = next(data, _END)  # before the commit: without a next batch this is the end of the epoch
                 if point is not None and item is not _END:
                     self._at_point(point, stop=stop)
+        except Exception:
+            self._raised = True
+            raise
         finally:
             data.close()  # its workers, too
 
@@ -477,7 +502,7 @@ class Run:
                 "Nest like this: for epoch in run.epochs(4): for step, batch in run.batches(loader): …",
             )
         self._begin_resumed(nested=name == "run.epochs")
-        self._loop, first = name, self.step
+        self._loop, first, self._raised = name, self.step, False
         try:
             with self._caught as caught:
                 caught.enter_context(stopping(self._signals, self._stop))
@@ -554,7 +579,9 @@ class Run:
     def _requests(self) -> tuple[bool, bool]:
         """After a body: whether to commit a save, and whether to stop the run; neither in a window of accumulation,
         whose gradients would be lost."""
-        save, stop = self._marked is not None, self.world.any_rank(self._stop.asked)
+        save, stop = self.world.any_of(self._marked is not None, self._stop.asked)
+        if save and self._marked is None:  # another process asked alone
+            self._marked = self._offered[1] if self._offered[0] == self.step else {}
         if (save or stop) and self.world.any_rank(self._window.is_open):
             self._waits = self._waits or (self.step, self._window.steps)
             if self._window.steps > self._waits[1] + 1:
@@ -615,13 +642,15 @@ class Run:
         metrics: numbers, or functions that return one: they are called where the save is due, inside `evaluating`.
         While gradients are accumulated over steps, it waits for the `optimizer.step()` that uses them; in the last step
         of an epoch of `run.epochs`, for the end of its body. Then checkpoints are deleted that are not to be kept.
-        Every process calls it. Raises, where it commits, `DiskFull` or `FileProblem`; older checkpoints stay.
+        In a loop any process may call it; outside all do. Raises, where it commits, `DiskFull` or `FileProblem`; older
+        checkpoints stay.
         """
         for name in metrics:
             if close := difflib.get_close_matches(name, ("every", "seconds"), 1, 0.8):
                 raise UsageError(f"run.save has no option {name}", "", f"Did you mean {close[0]}?")
+        is_late = self._saver.is_late(seconds)  # in a loop by the clock of this process: `_requests` asks all
         passed = bool(every) and self.step // (every or 1) > (self._counted or 0) // (every or 1)
-        if (every is None and seconds is None) or passed or self._saver.is_late(seconds):
+        if (every is None and seconds is None) or passed or (is_late if self._loop else self.world.any_rank(is_late)):
             self._marked = {**(self._marked or {}), **metrics}
             if not self._loop:
                 self._commit(self._point())
@@ -642,7 +671,7 @@ class Run:
         facts = {**self._facts(point), **(facts or {})}
 
         def gather() -> dict[str, Any]:  # all take part, and only the first has the tree, unless it is divided
-            ranks = self.world.gather(point.rank)
+            ranks = self.world.gather({**point.rank, **self._own_parts(point)})
             return self._tree(point, ranks) if self.world.is_first or self.objects.is_divided else {}
 
         self._saver.save(self.step, gather, facts)

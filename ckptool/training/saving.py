@@ -10,6 +10,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -66,8 +67,8 @@ class Saver:
         self.step, self._saved_at = step, time.monotonic()
 
     def is_late(self, seconds: float | None) -> bool:
-        """True once this many seconds have passed since the last save, or the start; the same in all processes."""
-        return seconds is not None and self.world.any_rank(time.monotonic() - self._saved_at >= seconds)
+        """True once this many seconds have passed since the last save, or the start, by the clock of this process."""
+        return seconds is not None and time.monotonic() - self._saved_at >= seconds
 
     def wait(self) -> None:
         """Waits for the thread that writes, and raises in every process what went wrong."""
@@ -213,6 +214,24 @@ def not_plain(value: Any) -> str:
             seen.add(id(node))
             stack += [*node.keys(), *node.values()] if isinstance(node, dict) else node
     return ""
+
+
+def digest(value: Any) -> str:
+    """A digest of a plain value with its tensors: in every process the same of equal ones."""
+    hashed, stack = blake2b(digest_size=16), [value]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, torch.Tensor):
+            part = local(node.detach())
+            part = (part if part.layout is torch.strided else part.to_dense()).cpu().contiguous()
+            hashed.update(f"{part.dtype} {list(part.shape)}".encode())
+            hashed.update(part.reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(node, (dict, list, tuple)):
+            hashed.update(f"{type(node).__name__} {len(node)}".encode())
+            stack += [*node, *node.values()] if isinstance(node, dict) else node
+        else:
+            hashed.update(repr(sorted(map(repr, node)) if isinstance(node, set) else node).encode())
+    return hashed.hexdigest()
 
 
 def checked_rules(

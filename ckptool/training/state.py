@@ -213,6 +213,12 @@ class Objects:
                     "Give the module: ckptool.Run(…, model=model); or torch.nn.ParameterList([parameter])",
                 )
 
+    def buffers(self, name: str) -> dict[str, Any]:
+        """The part of a module's state that no optimizer trains, which may differ between processes."""
+        module = self.modules[name]
+        parameters = {key for key, _ in module.named_parameters(remove_duplicate=False)}
+        return {key: value for key, value in module.state_dict().items() if key not in parameters}
+
     def flags(self) -> dict[str, Any]:
         """What no state dict has of modules: flag -> the parts or parameters for which it is False.
 
@@ -235,9 +241,10 @@ class Objects:
             cleared = set(saved[label][flag])
             for name, part in parts(self.modules[label]):
                 setattr(part, flag, name not in cleared)
-        for label in [label for label in saved if "grad" in saved[label]]:
-            lacking = set(saved[label]["grad"])
-            for name, parameter in self.modules[label].named_parameters():
+        for label, flags in saved.items():
+            parameters = dict(self.modules[label].named_parameters())
+            lacking = set(flags.get("grad", parameters))
+            for name, parameter in parameters.items():
                 parameter.grad = None if name in lacking else torch.zeros_like(parameter)
 
     def optimizer_without_its_schedule(self) -> str:

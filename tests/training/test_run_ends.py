@@ -137,6 +137,24 @@ def test_an_exception_ends_no_run_and_saves_no_half_of_a_step(tmp_path: Path) ->
         assert list(run.steps(5)) == [3, 4, 5]
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("where", ["data", "metric"])
+def test_an_error_of_the_data_or_of_a_metric_is_not_put_down_to_the_loop(
+    tmp_path: Path, nested: bool, where: str
+) -> None:
+    def data() -> Any:
+        yield from range(5)
+        raise OSError
+
+    said: list[str] = []
+    run = Run(tmp_path, model=nn.Linear(2, 1), say=said.append)
+    with suppress(OSError, ZeroDivisionError), run:
+        for _ in run.epochs(2) if nested else range(1):
+            for step, _batch in run.batches(data, **{} if nested else {"epochs": 2}):
+                run.save(every=2, val=lambda step=step: 1 / (where != "metric" or step < 3))
+    assert [text for text in said if "was not saved" in text] == []
+
+
 def test_what_fails_in_the_save_at_break_is_raised_on_closing(tmp_path: Path) -> None:
     said: list[str] = []
     run = Run(tmp_path, model=nn.Linear(1, 1), say=said.append)

@@ -111,6 +111,45 @@ def files(folder: Path) -> dict[str, bytes]:
     return {**found, "metrics.jsonl": (folder / "metrics.jsonl").read_bytes()}
 
 
+OWN = """
+class Env:
+    seen = torch.full((2,), float(rank))
+    def state_dict(self):
+        return {"seen": self.seen, "same": 1}
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+env, scale = Env(), nn.BatchNorm1d(4).requires_grad_(False)
+"""
+
+
+@pytest.mark.long("three runs of several processes")
+@pytest.mark.parametrize("kind, world", sliced(itertools.product(("ddp", "fsdp"), (2, 3)), 1))
+def test_what_differs_between_processes_is_saved_of_each_and_any_of_them_may_mark(
+    tmp_path: Path, kind: str, world: int
+) -> None:
+    """A value, an object, buffers that nothing broadcasts."""
+    source = script(kind, "flat").replace(
+        "run = ckptool.Run(folder", f"{OWN}run = ckptool.Run(folder, env=env, scale=scale"
+    )
+    body = (
+        "    inputs += run.get('last', torch.full((4,), float(rank))) + env.seen.sum()\n"
+        "    run['last'], run['step'] = inputs.mean(0) / 9, step\n    env.seen = env.seen / 2 + inputs.mean() / 9\n"
+        "    inputs = scale(inputs)\n"
+    )
+    source = source.replace("    inputs, numbers = batch\n", f"    inputs, numbers = batch\n{body}")
+    source = source.replace("run.save(every=2)", "if rank == step // 2 % world: run.save(every=2)")
+    assert ranks(world, source, tmp_path / "whole") == [0] * world
+    for line in 80, 110:
+        assert all(ranks(world, source, tmp_path / "killed", {1: (line, signal.SIGKILL)}))
+    assert ranks(world, source, tmp_path / "killed") == [0] * world
+    whole, killed = files(tmp_path / "whole"), files(tmp_path / "killed")
+    assert whole.keys() == killed.keys() and [name for name in whole if whole[name] != killed[name]] == []
+    path = tmp_path / "whole/checkpoints" / f"step-00000009.{'pt' if kind == 'ddp' else 'dcp'}"
+    first, second = ckptool.load(path)["rng_state"]["ranks"][:2]
+    assert "own" not in first and second["own"].keys() >= {"values", "env_state_dict"}
+    assert second["own"]["values"].keys() == {"last"} and second["own"]["env_state_dict"].keys() == {"seen"}
+
+
 ALL = list(itertools.product(("ddp", "fsdp"), SHAPES, (1, 2), (2, 3), ("one", "all", "stop")))
 
 
