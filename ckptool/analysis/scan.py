@@ -272,11 +272,10 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
                 rows.append(task())
             except CkptoolError as error:
                 files[file] = files[file] and not (isinstance(error, OtherProgram) and file.endswith(OTHERS))
-                if isinstance(error, FileNotFoundError) if is_url(file) else not may_exist(file):
-                    continue  # somebody deleted it meanwhile
-                if latest_only and is_url(file) and isinstance(error, OSError):
+                is_gone = isinstance(error, FileNotFoundError) if is_url(file) else not may_exist(file)
+                if latest_only and is_url(file) and isinstance(error, OSError) and not is_gone:
                     raise  # it could not be read, and may be the newest
-                rows.append(_damaged_row(file, error))
+                rows += [] if is_gone else [_damaged_row(file, error)]
             except Exception as bug:  # noqa: BLE001 (whatever goes wrong in one file says nothing about the others)
                 rows.append(_damaged_row(file, Corrupt(f"ckptool could not judge it ({type(bug).__name__}: {bug!s})")))
     torn = ("corrupt", "truncated", "unsupported")  # before the damage, there may be a call
@@ -285,7 +284,7 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
     ]
     good = [row for row in rows if row.is_good and files[row.path]]
     good = [row for row in good if row.is_model] or good  # rather than an optimizer or a data loader by itself
-    good = [row for row in good if not is_set_aside(row.path[len(name) :])] or good
+    good = [row for row in good if not is_set_aside(row.path[len(name) :].rstrip("/"))] or good
     latest, by = _newest(good)
     shown = ((latest,) if latest else ()) if latest_only else tuple(rows)
     return Scan(name, True, len(entries) - len(rows), latest, by, full, latest_only, shown)
@@ -341,7 +340,7 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
             yield from ((os.path.join(current, name), True) for name in candidates) if separate else [(current, True)]
         subfolders: list[str] = []
         for name, is_folder, is_file in entries:
-            path = os.path.join(current, name)
+            path = os.path.join(current, name, *[""] * (is_folder and is_url(current)))  # as web servers want it
             if name in claimed or TEMPORARY.fullmatch(name):
                 continue
             if is_folder:

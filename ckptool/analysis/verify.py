@@ -284,7 +284,7 @@ def _verify_data(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -
         problems.append(Problem(CODE, what, "Only all of its members, saved together, are the checkpoint."))
     path = source.path if source is not None else ""
     notes = [note for note in checkpoint.notes if note.code in _SAID]
-    notes += zero_notes(checkpoint.tree) if extent != ALL else []
+    notes += zero_notes(source, checkpoint.tree) if extent != ALL else []
     if checkpoint.untied:
         no_step = "no step was read" if source is not None and source.far else "no step is recorded"
         what = f"{no_step} in {listed(checkpoint.untied, 3)}"

@@ -519,7 +519,8 @@ def entries_of(folder: str) -> list[tuple[str, bool, bool]]:
     Raises `FileProblem`.
     """
     if is_url(folder):
-        kinds = ((name, folder_at(os.path.join(folder, name))) for name in Folder(folder).names)
+        with while_open():
+            kinds = [(name, folder_at(os.path.join(folder, name))) for name in Folder(folder).names]
         return [(name, is_folder, not is_folder) for name, is_folder in kinds]
     try:
         with os.scandir(folder) as entries:

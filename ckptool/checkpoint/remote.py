@@ -432,9 +432,10 @@ class RemoteObject:
 
 
 class _Listing(dict[str, bool]):
-    """The names in a folder; True for those of folders. is_known: the folder could be listed."""
+    """The names in a folder; True for those of folders. is_known: the folder could be listed.  together: so many of its
+    files were the same when all of them were open."""
 
-    is_known = True
+    is_known, together = True, 1
 
 
 def _cached(url: str, ask: Callable[[str], Result]) -> Result:
@@ -581,6 +582,15 @@ class RemoteFolder(Folder):
         except FileProblem as error:
             self._unopened = [] if isinstance(error, FileMissing) else [error]
             raise
+
+    def check_unchanged(self) -> None:
+        """Asks once for all that are open: those opened later may belong to what has replaced the first."""
+        super().check_unchanged()
+        objects = [file._object for file in self._files.values() if isinstance(file, RemoteSource)]
+        if len(objects) > self._listing.together:
+            self._listing.together = len(objects)
+            for answer in [_begun(each.fetch(0, 1)) for each in objects if each.is_tagged]:
+                answer.result()
 
     def missing(self, names: Iterable[str]) -> list[str]:
         return super().missing(names) if self._listing.is_known else []

@@ -204,7 +204,10 @@ def read_alone(source: Input) -> Checkpoint:
         if head[:4] not in ZIP:
             from ckptool.formats.zip.directory import refuse_zip_behind
 
-            refuse_zip_behind(head, source)
+            try:
+                refuse_zip_behind(head, source)
+            except Corrupt as error:
+                raise _with_whole_count(error, source) from None
     for container in FORMATS:
         if container.detect(head, source):
             if isinstance(source, Source) and re.match(container.disguise, head, re.DOTALL):
@@ -216,13 +219,17 @@ def read_alone(source: Input) -> Checkpoint:
             try:
                 with no_collection():
                     return cast(Checkpoint, container.code.read(source))
-            except (Truncated, Corrupt) as error:  # which says how much of it could be saved
-                from ckptool.formats.damaged import with_whole_count
-
-                raise with_whole_count(error, source) from None
+            except (Truncated, Corrupt) as error:
+                raise _with_whole_count(error, source) from None
     from ckptool.formats.unrecognized import refuse
 
     raise refuse(head, source)
+
+
+def _with_whole_count(error: Truncated | Corrupt, source: Input) -> Exception:
+    from ckptool.formats.damaged import with_whole_count  # which says how much of it could be saved
+
+    return with_whole_count(error, source)
 
 
 def named(name: str) -> Format:

@@ -192,18 +192,24 @@ def _not_recovered(source: Source) -> UsageError:
 def with_whole_count(error: CkptoolError, source: Input) -> CkptoolError:
     """The error for a zip that is cut off or damaged, with how many of its storages look whole (unread) and how to save
     them; the same error where that cannot be known."""
-    if not isinstance(source, Source) or source.read(0, min(2, source.size)) != b"PK":
+    if not isinstance(source, Source):
         return error
+    is_misnamed = for_output(source.path, DEFAULT).tensors_only
+    fix = f"Save what is whole: {command('recover', source.path, out=OUT_PT if is_misnamed else OUT)}"
     with suppress(CkptoolError), no_collection():
+        if source.read(0, min(4, source.size)) != b"PK\x03\x04":  # its directory may be whole, and its pickle
+            records = directory.read_archive(source, case_matters=True, confirm=False).records
+            if pickle := records.get(f"{_root(records)}data.pkl"):
+                pickle.is_confirmed = True
+                pickle.contents(torch_zip.inflated_limit(pickle.stored))
+                return type(error)(error.what, error.why, fix)
         walk = _Walk(source, QUICK, COUNTED)
         intact = [record for record in walk.records if record.name in walk.sizes and record not in walk.why]
         if walk.sizes and not _is_program(walk.root, [record.name for record in walk.records]):
             storages = counted(len(walk.sizes), "storage")
             tally = counted(len(intact), f"of its {storages} looks whole", f"of its {storages} look whole")
             why = f"{error.why} {tally}. Copy or download it again if you can."
-            is_misnamed = for_output(source.path, DEFAULT).tensors_only
-            save = command("recover", source.path, out=OUT_PT if is_misnamed else OUT)
-            return type(error)(error.what, why, f"Save what is whole: {save}")
+            return type(error)(error.what, why, fix)
     return error
 
 

@@ -163,7 +163,8 @@ def _send(fs: Any, places: dict[str, str], existed: bool, tell: Callable[[int], 
                 sent.append(hidden)
             _put(fs, path, hidden or place, sent, passed, options)
             if hidden:
-                sent.append(place)
+                fs.invalidate_cache()
+                sent += [] if fs.exists(place) else [place]  # what another writer put there meanwhile stays
                 fs.mv(hidden, place)
             sent_before += size
     except BaseException:

@@ -140,9 +140,8 @@ class Run:
                 self._counted = max((step for step in steps if step <= newest.step), default=None)
                 self._restore(newest)
             self.objects.refuse_unowned_parameters()
-            if self.world.size > 2 and not all(
-                each.find_unused_parameters for each in ddp.values()
-            ):  # it rebuilds its buckets
+            # Unless it looks for unused parameters, it rebuilds its buckets.
+            if self.world.size > 2 and not all(each.find_unused_parameters for each in ddp.values()):
                 self.say(
                     "DistributedDataParallel changes the order of its sums after its first step, so with more than two "
                     "processes the last bits of a resumed run differ; find_unused_parameters=True keeps the order"

@@ -126,6 +126,32 @@ def test_what_fails_half_way_leaves_what_was_there(
     assert at > 2 * len(there.case.changes) and ran.code == there.case.code
 
 
+@pytest.mark.parametrize("name", ["strip, new", "shards, new"])
+def test_what_another_writer_put_there_meanwhile_stays(
+    name: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file cannot be renamed to a name that is taken."""
+    there, real = Elsewhere(SENT[name], tmp_path, "memory"), MemoryFileSystem.put_file
+    monkeypatch.chdir(tmp_path)
+    place = f"{there.place}/{there.case.changes[-1]}"
+
+    def put(fs: MemoryFileSystem, *words: Any, **more: Any) -> None:
+        real(fs, *words, **more)
+        fs.pipe_file(place, b"another's")
+
+    def refused(fs: MemoryFileSystem, source: str, target: str) -> None:
+        if fs.exists(target):
+            raise OSError("the file exists")
+        fs.cp_file(source, target)
+        fs.rm_file(source)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put)
+    monkeypatch.setattr(MemoryFileSystem, "mv", refused)
+    ran = run(*there.sent())
+    assert ran.code == 2 and "the file exists" in ran.err
+    assert there.held() == {there.case.changes[-1]: b"another's"}
+
+
 def test_a_folder_is_sent_with_its_index_last_and_replaced_by_nothing(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -310,8 +310,8 @@ def zipped(path: Path, name: str, content: bytes = b"x" * 200_000, mode: int = 0
         archive.writestr(entry, content)
 
 
-def legacy(path: Path, more: bytes = b"") -> None:
-    torch.save(lab.state(), path, _use_new_zipfile_serialization=False)
+def legacy(path: Path, more: bytes = b"", other: torch.Tensor | None = None) -> None:
+    torch.save(lab.state() | ({} if other is None else {"other": other}), path, _use_new_zipfile_serialization=False)
     path.write_bytes(path.read_bytes() + more)
 
 
@@ -348,6 +348,7 @@ NOTES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "big-endian": ("big_endian.pt", lambda path: make("big_endian.pt", path.parent)),
     "deflated": ("rezipped_deflated.pt", lambda path: make("rezipped_deflated.pt", path.parent)),
     "no-checksums": ("a.pt", legacy),
+    "legacy-types": ("a.pt", lambda path: legacy(path, other=torch.zeros(2, dtype=torch.uint16))),
     "trailing-bytes": ("a.pt", lambda path: legacy(path, b"123456")),
     "trailing-bytes of a tar": ("a.pt", tar),
     "unused-record": ("a.pt", lambda path: zipped(path, "a/data/99")),

@@ -237,8 +237,9 @@ def test_the_first_bytes_of_a_file_prove_nothing_that_the_rest_does_not(tmp_path
     flipped = [PLAIN[:at] + bytes([PLAIN[at] ^ 1 << at % 8]) for at in range(4)]
     for number, first in enumerate((*flipped, *map(bytes, (4, 9, 30)))):
         path, out = written(first + PLAIN[len(first) :], tmp_path / "first.pt"), tmp_path / f"{number}.pt"
-        with pytest.raises(Corrupt, match="its first bytes were damaged"):
+        with pytest.raises(Corrupt, match="its first bytes were damaged") as error:
             ckptool.inspect(path)
+        assert str(error.value.fix) == f"Save what is whole: ckptool recover {path} -o OUT"
         assert recover(path, out).complete
         assert_same_objects(torch.load(out), whole)
 
@@ -249,7 +250,7 @@ def _some_damage(chosen: random.Random, data: bytes) -> bytes:
         data[:at], data[:at] + bytes(len(data) - at), data[:at] + bytes(2_000), data[: at + size] + data[at:],
         data[:at] + data[at + size :], data[: at - at % 512] + bytes(len(data) - at + at % 512),
         data[: -chosen.randrange(1, 20)] + bytes(chosen.randrange(1, 5)),
-        data[: -chosen.randrange(18, 98)] + data[-17:],
+        data[: -chosen.randrange(18, 98)] + data[-17:], bytes(at) + data[at:],
     ])  # fmt: skip
 
 
