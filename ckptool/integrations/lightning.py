@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ProgressBar
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import ckptool
+from ckptool.errors import listed
 from ckptool.integrations.shared import Fetches
 from ckptool.output import make_folder
 from ckptool.training import rng
@@ -107,11 +110,17 @@ class ExactResume(Callback):
         loop = trainer.fit_loop
         progress, loaders = loop.epoch_loop.batch_progress, loop._combined_loader.flattened
         inside = progress.current.ready > 0 and not progress.is_last_batch
-        follows = any(schedule.reduce_on_plateau for schedule in trainer.lr_scheduler_configs)
+        follows = ["ReduceLROnPlateau"] * any(schedule.reduce_on_plateau for schedule in trainer.lr_scheduler_configs)
+        if progress.current.completed < progress.current.ready:  # in `on_train_batch_end`
+            others = [
+                each for each in trainer.callbacks if not isinstance(each, (ExactResume, Checkpoint, ProgressBar))
+            ]
+            ends = [each for each in (pl_module, *others) if is_overridden("on_train_epoch_end", each)]
+            follows += [f"on_train_epoch_end of {type(each).__name__}" for each in ends]
         notes = {
             "inside gradient accumulation. The gradients so far are not in it, and a run that resumes from it differs: "
             "save every so many steps, ModelCheckpoint(every_n_train_steps=…)": inside and loop._should_accumulate(),
-            "at the end of an epoch, before ReduceLROnPlateau, which Lightning leaves out where it resumes: save in "
+            f"at the end of an epoch, with {listed(follows)}, which a run that resumes from it leaves out: save in "
             "steps that do not end one, ModelCheckpoint(every_n_train_steps=…)": progress.is_last_batch and follows,
         }
         for words in {words for words, is_so in notes.items() if is_so and trainer.is_global_zero} - self._noted:
@@ -142,6 +151,11 @@ class ExactResume(Callback):
             every = getattr(callback, "_every_n_train_steps", 0)
             if every and trainer.global_step % every == 0:
                 callback._last_global_step_saved = trainer.global_step
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        """Sets the epoch's window of accumulation, which Lightning leaves out where it resumes inside an epoch."""
+        for schedule in [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]:
+            schedule.on_train_epoch_start(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Sets the random states again if the run resumes after the end of an epoch: Lightning makes a new iterator."""

@@ -9,7 +9,7 @@ from glob import escape, glob
 from typing import Any
 
 import torch
-from transformers import TrainerState
+from transformers import EarlyStoppingCallback, TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from ckptool.errors import Conflict, UsageError
@@ -71,7 +71,7 @@ class DurableCheckpoints:
                     "Leave it out of TrainingArguments",
                 )
             state = TrainerState.load_from_json(os.path.join(resume, _STATE)) if resume else None
-            if state is not None and 0 < self.args.max_steps <= state.global_step:
+            if state is not None and (0 < self.args.max_steps <= state.global_step or self._stops_early(state)):
                 # Loads the end of a complete run that is started again: Trainer itself would train another step.
                 self._load_from_checkpoint(resume)
                 self.state = state
@@ -85,6 +85,17 @@ class DurableCheckpoints:
             if states and not self.args.ignore_data_skip:
                 self._fetches.resume(states, self.args.process_index, self.args.world_size, resume)
             return super().train(resume, *args, **options)  # type: ignore[misc]
+
+    def _stops_early(self: Any, state: TrainerState) -> bool:
+        """Gives callbacks what they had counted, as Trainer does only if it is told to. True where an early stop ended
+        the run, and the script gives it no more patience."""
+        callbacks = self.callback_handler.callbacks
+        for name, states in state.stateful_callbacks.items():
+            same = [each for each in callbacks if type(each).__name__ == name]
+            for callback, values in zip(same, states if isinstance(states, list) else [states], strict=False):
+                vars(callback).update(values.get("attributes", {}))
+        stops = [each for each in callbacks if isinstance(each, EarlyStoppingCallback)]
+        return any(each.early_stopping_patience_counter >= each.early_stopping_patience for each in stops)
 
     def _get_output_dir(self: Any, trial: Any) -> str:
         return self._staged or str(super()._get_output_dir(trial))  # type: ignore[misc]

@@ -241,7 +241,8 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
                         used_later.add(name)
             uses = {name: (body == bodies[0], first_uses.get(name) == "LOAD") for name in stored} | uses
         is_module = frame.f_locals is frame.f_globals or frame.f_code.co_name == "<module>"
-        for name, value in frame.f_locals.items():
+        # Those of its module, too: a function of another file, or in a thread, was called by no frame of it.
+        for name, value in (frame.f_globals | frame.f_locals).items():
             is_known = name in carried or name in plain or name in mutable
             kind = value if issubclass(type(value), type) else type(value)
             if is_known or name.startswith("_") or not _is_of_script(kind):
@@ -250,7 +251,8 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
             is_fixed = issubclass(type(value), _FIXED)
             if name in uses and name in used_later and issubclass(type(value), dict):  # a copy of a state dict
                 is_used |= any(isinstance(item, torch.Tensor) for item in value.values())
-            if is_used or (is_module and name not in uses and is_fixed):
+            is_global = is_module or name not in frame.f_locals
+            if is_used or (is_global and name not in uses and is_fixed):
                 (carried if is_used and name not in frame.f_code.co_consts else plain)[name] = _detached(value)
             elif not is_inner and not is_fixed:
                 mutable[name] = value

@@ -218,7 +218,8 @@ def _class_name(config: Any) -> Any:
 
 def _steps(config: Mapping[str, Any]) -> list[_Step]:
     """The steps for a configuration, those that only rename first."""
-    steps, row = list[_Step](), _class_row(config.get("model_type"), _class_name(config))
+    steps, kind, name = list[_Step](), config.get("model_type"), _class_name(config)
+    row = _class_row(kind, name)
     if row == UNKNOWN:
         return [_Step(re.compile(""), [""], UNKNOWN, ("",))]
     for scope, mapping in _scopes(row, config):
@@ -227,6 +228,8 @@ def _steps(config: Mapping[str, Any]) -> list[_Step]:
         for pattern, target, *operations in _tables()[2][mapping]:
             names = target if isinstance(target, list) else [target]
             steps.append(_Step(re.compile(pattern), names, "".join(operations), prefixes))
+    if row[3:] and row is _tables()[0][kind].get(name):  # the model without its head, whose names have no prefix
+        steps.append(_Step(re.compile(rf"^{row[0]}\."), [""], "", ("",)))
     return sorted(steps, key=lambda step: bool(step.operations))
 
 
@@ -241,7 +244,7 @@ def _scopes(row: Any, config: Mapping[str, Any]) -> Iterator[tuple[str | None, s
 
     A part whose configuration is of another type than usual has the mappings of that type.
     """
-    _, mappings, parts = row
+    _, mappings, parts, *_ = row
     replaced = {}
     for path, (part, usual) in parts.items():
         inner = config.get(part)

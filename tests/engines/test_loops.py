@@ -72,6 +72,7 @@ KILLED: list[tuple[str, dict[str, Any], list[int]]] = [  # and the checkpoint fo
     ("lightning_fit", {"stateful": False, "draws": True}, []),
     ("lightning_fit", {"draws": True, "accumulate": 2}, []),
     ("trainer", {}, [35, 40]),
+    ("trainer", {"best": True, "patience": 3, "limit": 9}, [5, 10, 15, 20]),  # stopped early, also when started again
     ("own_loop", {}, []),
     ("own_loop", {"stateful": True}, []),
     ("own_loop", {"stateful": True, "stream": True}, []),
@@ -108,6 +109,7 @@ RESUMED: list[tuple[str, list[int], dict[str, Any]]] = [
         {}, {"workers": 2}, {"draws": True, "workers": 2}, {"draws": True, "stream": True},
         {"draws": True, "stream": True, "workers": 1, "persist": True}, {"every": 8}, {"every": 0, "draws": True},
     )),
+    ("lightning_fit", [18, 22], {"every": 2, "scheduled": True, "stateful": False}),
     *(("lightning_fit", [8, 12], {"every": 3, "accumulate": 2, "stateful": stateful}) for stateful in (False, True)),
     *(("trainer", [5, 12, 20], {"draws": True, **each}) for each in (
         {}, {"workers": 2}, {"accumulate": 1}, {"accumulate": 5, "every": 3},
@@ -231,10 +233,12 @@ def test_a_checkpoint_of_lightning_inside_accumulation_is_noted(
 def test_a_checkpoint_of_lightning_at_the_end_of_an_epoch_before_a_plateau_is_noted(
     scripts: Callable[[str], Scripts], tmp_path: Path
 ) -> None:
-    for every, noted in ((8, 1), (5, 0)):
-        options = {"every": every, "plateau": True, "stateful": False}
-        said = scripts("lightning_fit").finish(tmp_path / str(every), 20, options=options)["stderr"]
-        assert said.count("before ReduceLROnPlateau, which Lightning leaves out") == noted
+    """Or before the hooks of a callback."""
+    for every, option, noted in ((8, "plateau", 1), (5, "plateau", 0), (8, "ends", 1), (0, "ends", 0)):
+        options = {"every": every, option: True, "stateful": False}
+        said = scripts("lightning_fit").finish(tmp_path / f"{every} {option}", 20, options=options)["stderr"]
+        words = {"plateau": "ReduceLROnPlateau", "ends": "on_train_epoch_end of Draws"}[option]
+        assert said.count(f"at the end of an epoch, with {words}, which a run that resumes from it leaves out") == noted
 
 
 def test_what_is_written_for_lightning_it_and_torch_read(scripts: Callable[[str], Scripts], tmp_path: Path) -> None:

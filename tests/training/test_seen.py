@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import threading
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -172,6 +173,33 @@ def test_what_a_loop_leaves_in_variables_is_named_once(
     assert [line.removeprefix("seen in the script and not saved: ").partition(")")[0] + ")" for line in said] == [
         *filter(None, [wanted])
     ], said
+
+
+ENGINE = """
+class State: n = 0
+state, scale, fixed = State(), 1, [3]
+def loop(run):
+    global scale
+    for step in run.steps(4):
+        state.n += 2
+        scale *= 3
+        run.save()
+"""
+
+
+@pytest.mark.parametrize("start", [lambda loop, run: loop(run), lambda loop, run: threaded(loop, run)])
+def test_the_variables_of_the_module_of_a_loop_are_seen(tmp_path: Path, start: Any) -> None:
+    """Of another file, or of a thread, which no frame of the module has called."""
+    engine, said = {"__name__": "engine"}, list[str]()
+    exec(compile(ENGINE, str(tmp_path / "engine.py"), "exec"), engine)
+    start(engine["loop"], Run(tmp_path, model=nn.Linear(4, 1), say=said.append))
+    assert said[1].startswith("scale (variable) changes") and any("state.n" in text for text in said[2:]), said
+
+
+def threaded(loop: Any, run: Run) -> None:
+    thread = threading.Thread(target=loop, args=(run,))
+    thread.start()
+    thread.join()
 
 
 class Part(list[torch.Tensor]):

@@ -442,6 +442,17 @@ def test_what_transformers_computes_in_a_way_not_known_here_is_refused(tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+@looped(
+    ("name", "prefix"),
+    [("PaddleOCRVLModel", ""), ("PaddleOCRVLForConditionalGeneration", "model."), ("SomebodysOwn", "model.")],
+)
+def test_a_model_without_its_head_has_no_prefix(name: str, prefix: str, tmp_path: Path) -> None:
+    """As transformers leaves out a prefix that the model does not have, whatever the mapping of its type adds."""
+    base = {f"visual.layers.0.{each}_proj.weight": torch.randn(6, 6) for each in "qk"}
+    keys = extracted(tmp_path, base, only="*q_proj*", model_type="paddleocr_vl", architectures=[name])
+    assert keys == {f"{prefix}visual.layers.0.q_proj.lora_{side}.weight" for side in "AB"}
+
+
 def extracted(folder: Path, base: Tensors, *, only: Any = (), exclude: Any = (), **config: Any) -> set[str]:
     """The keys of the adapter of a model of which all values changed."""
     tuned = model_folder(folder / "tuned", {key: value + 1 for key, value in base.items()}, **config)

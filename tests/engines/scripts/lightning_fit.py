@@ -6,7 +6,7 @@ import warnings
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import nn
 
 from ckptool.integrations.lightning import DurableCheckpointIO, ExactResume, newest_checkpoint
@@ -67,6 +67,11 @@ class Inside(lightning.Callback):
         trainer.save_checkpoint(trainer.default_root_dir + "/inside.ckpt")
 
 
+class Draws(lightning.Callback):
+    def on_train_epoch_end(self, *args):
+        torch.rand(())
+
+
 def main(
     out,
     steps=40,
@@ -81,6 +86,8 @@ def main(
     inside=False,
     devices=1,
     plateau=False,
+    scheduled=False,
+    ends=False,
 ):
     lightning.seed_everything(0, verbose=False)
     torch.set_num_threads(1)
@@ -103,6 +110,8 @@ def main(
             ExactResume(),
             ModelCheckpoint(out, monitor="step", mode="max", save_top_k=keep, **checkpoints),
             *([Inside()] if inside else []),
+            *([GradientAccumulationScheduler({0: 1, 2: 2})] if scheduled else []),
+            *([Draws()] if ends else []),
         ],
         logger=False,
         enable_progress_bar=False,

@@ -68,6 +68,17 @@ def shrunk(config: Any) -> Any:
     return config
 
 
+def small(config: Any) -> Any:
+    """With sizes that go together, for types whose own do not."""
+    for value in vars(config).values():
+        if isinstance(value, transformers.PreTrainedConfig):
+            small(value)
+    for name, size in {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}.items():
+        if type(getattr(config, name, None)) is int:
+            setattr(config, name, size)
+    return shrunk(config)
+
+
 def where(config: Any, wanted: Any) -> str:
     """The field of a configuration that a part's configuration is, where it may be of any type."""
     for name, value in vars(config).items():
@@ -79,7 +90,7 @@ def where(config: Any, wanted: Any) -> str:
 
 
 def built(cls: Any, config_class: Any) -> Any:
-    for change in (shrunk, lambda config: config):
+    for change in (shrunk, lambda config: config, small):
         for more in ({}, {"vocab_size": 32}, {"pad_token_id": 0}):
             with contextlib.suppress(Exception), torch.device("meta"):
                 return cls(change(config_class(**more)))
@@ -87,9 +98,11 @@ def built(cls: Any, config_class: Any) -> Any:
 
 
 def row(model: Any) -> list[Any]:
-    """[prefix, {place: mapping}, {part: [field, usual type]}]."""
+    """[prefix, {place: mapping}, {part: [field, usual type]}], and a 1 where names of the model itself, which lack the
+    prefix, get it from the mapping."""
     seen: dict[str, str] = {}
-    for each in conversion_mapping.get_model_conversion_mapping(model, add_legacy=False):
+    transforms = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+    for each in transforms:
         path = each.scope_prefix
         seen.setdefault("" if path is None else path or ".", keys[id(each)])
     parts = {}
@@ -98,7 +111,10 @@ def row(model: Any) -> list[Any]:
         if is_part and (field := where(model.config, module.config)):
             parts.setdefault(name, [field, module.config.model_type])
     outer = {name for name in parts if not any(name.startswith(f"{other}.") for other in parts)}
-    return [model.base_model_prefix, seen, {name: parts[name] for name in parts if name in outer}]
+    prefix = model.base_model_prefix
+    targets = [text for each in transforms if not each.scope_prefix for text in each.target_patterns]
+    is_bare = bool(prefix) and not hasattr(model, prefix) and any(text.startswith(f"{prefix}.") for text in targets)
+    return [prefix, seen, {name: parts[name] for name in parts if name in outer}, *([1] if is_bare else [])]
 
 
 def ties(cls: Any, config_class: Any) -> str:
@@ -250,7 +266,8 @@ def without_prefix(found: Any) -> Any:
     """A row in which the parts of a model with a head are called as those of the model without."""
     if found == "?" or not (found[1] or found[2]):
         return found if found == "?" else ["", {}, {}]
-    return [*found[:2], {path.removeprefix(found[0]).removeprefix("."): part for path, part in found[2].items()}]
+    parts = {path.removeprefix(found[0]).removeprefix("."): part for path, part in found[2].items()}
+    return [*found[:2], parts, *found[3:]]
 
 
 if __name__ == "__main__":

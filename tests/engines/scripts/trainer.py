@@ -3,7 +3,7 @@
 import sys
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from ckptool.integrations.transformers import DurableCheckpoints
 
@@ -27,7 +27,19 @@ class Text(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def main(out, steps=40, limit=2, draws=False, resume=True, best=False, mixin=True, workers=0, accumulate=2, every=5):
+def main(
+    out,
+    steps=40,
+    limit=2,
+    draws=False,
+    resume=True,
+    best=False,
+    mixin=True,
+    workers=0,
+    accumulate=2,
+    every=5,
+    patience=0,
+):
     torch.manual_seed(0)
     torch.set_num_threads(1)
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
@@ -42,6 +54,7 @@ def main(out, steps=40, limit=2, draws=False, resume=True, best=False, mixin=Tru
         save_total_limit=limit,
         eval_strategy="steps" if best else "no",
         eval_steps=5,
+        learning_rate=0.3 if patience else 5e-5,
         load_best_model_at_end=best,
         lr_scheduler_type="constant",
         report_to=[],
@@ -49,7 +62,8 @@ def main(out, steps=40, limit=2, draws=False, resume=True, best=False, mixin=Tru
         use_cpu=True,
     )
     kind = DurableTrainer if mixin else Trainer
-    trainer = kind(model, arguments, train_dataset=Text(draws), eval_dataset=Text())
+    stops = [EarlyStoppingCallback(patience)] if patience else []
+    trainer = kind(model, arguments, train_dataset=Text(draws), eval_dataset=Text(), callbacks=stops)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(out + "/final")
 
