@@ -19,7 +19,7 @@ from tests.support.same import assert_same_tree
 
 pytestmark = pytest.mark.engines
 NAMES = (*FILES, "hub", "hub/", "hub/model.safetensors.index.json", "dcp", "zero/")
-MOST = {"model.pt": 4, "script.pt": 4, "m.safetensors": 3, "hub": 3 + 3 * SHARDS, "dcp": 4}
+MOST = {"model.pt": 4, "script.pt": 4, "m.safetensors": 3, "hub": 5 + 3 * SHARDS, "dcp": 4}
 
 
 @pytest.fixture(scope="module")
