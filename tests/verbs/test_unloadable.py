@@ -52,6 +52,7 @@ def test_it_says_what_stock_torch_does_not_load(zipped: bool, protocol: int, tmp
             loads = list(torch.load(file, weights_only=True)) == list(tree)
         except Exception:  # noqa: BLE001 -- whatever torch says
             loads = False
+        loads = loads and (zipped or not getattr(value, "is_nested", False))  # its sizes are what was in memory: chance
         of_models = {"not-a-tensor", "nested-weights"}  # these are loaded, but by no model
         stands = {finding.code for finding in ckptool.doctor(file).findings if finding.blocks} - of_models
         assert loads != bool(stands), (kind, stands)
