@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 from ckptool.errors import UsageError
 from ckptool.integrations.shared import Fetches, committed, rotate, saved_folders
 from ckptool.output import make_folder
 from ckptool.training.run_folder import Lock, to_stderr
 from ckptool.training.saving import loaded, to_cpu
-from ckptool.training.state import Objects
+from ckptool.training.state import SUFFIX, Objects, differing, with_own
 from ckptool.training.store import commit_file, newest_whole
 
 _NAME = re.compile(r"checkpoint_(\d{1,18})")
@@ -69,7 +69,7 @@ class AcceleratorCheckpoints:
             self._fetches.resume(tree["ranks"], accelerator.process_index, accelerator.num_processes, newest.path)
             self.objects.refuse_others(tree, newest.path)
             accelerator.load_state(newest.path)
-            self.objects.restore(tree, newest.path)
+            self.objects.restore(with_own(tree, tree["ranks"][accelerator.process_index]), newest.path)
             self.step, self.epoch, self._flags = tree["step"], tree["epoch"], tree.get("flags", {})
             accelerator.project_configuration.iteration = self.step + 1
             self._rotate()  # the process may have been killed between its last save and this
@@ -111,7 +111,10 @@ class AcceleratorCheckpoints:
         if self._marked:
             return
         is_epoch_end = bool(self._fetches.fetched) and getattr(self._loader, "end_of_dataloader", False)
-        ranks = gather_object([self._fetches.state(0 if is_epoch_end else self._fetches.fetched)])
+        states = {name + SUFFIX: state for name, state in self.objects.states_of_others().items()}
+        states |= {name + SUFFIX: self.objects.buffers(name) for name in self.objects.modules}
+        of_process = differing(states, lambda value: broadcast_object_list([value])[0])
+        ranks = gather_object([self._fetches.state(0 if is_epoch_end else self._fetches.fetched) | of_process])
         target = os.path.join(self.folder, f"checkpoint_{self.step}")
         with committed(target, self.step, main, accelerator.wait_for_everyone) as temporary:
             project = accelerator.project_configuration

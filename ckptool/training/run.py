@@ -26,9 +26,9 @@ from ckptool.training import LOOP, rng, run_folder
 from ckptool.training.batches import Position, batches_of, generators_of, workers_spared
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
-from ckptool.training.saving import Saver, checked_rules, digest, loaded, number, refuse_not_plain, to_cpu
+from ckptool.training.saving import Saver, checked_rules, loaded, number, refuse_not_plain, to_cpu
 from ckptool.training.seen import Looks
-from ckptool.training.state import SUFFIX, Objects, Window
+from ckptool.training.state import SUFFIX, Objects, Window, differing, with_own
 from ckptool.training.stopping import SIGNALS, Stopping, counters_around, left_by_break, loop_frame, stopping
 from ckptool.training.store import LOGGED, Retention, RunFolder, SavedState
 
@@ -269,22 +269,6 @@ class Run:
             "flags": self.objects.flags(),
         }
 
-    def _own_parts(self, point: Point) -> dict[str, Any]:
-        """The values, states of objects and buffers that differ from those of the first process, by their keys."""
-        if not (self.world.distributed and point.rank):  # a `TrainerRun` has no rank state
-            return {}
-        states = {"values": self.values, **{name + SUFFIX: state for name, state in point.states.items()}}
-        states |= {name + SUFFIX: self.objects.buffers(name) for name in self.objects.modules.keys() - self._alike}
-        dicts = {key: state for key, state in states.items() if isinstance(state, dict)}
-        digests = {key: {name: digest(part) for name, part in state.items()} for key, state in dicts.items()}
-        first = self.world.broadcast(digests)
-        differing = {
-            key: {name: states[key][name] for name, text in texts.items() if first[key].get(name) != text}
-            for key, texts in digests.items()
-        }
-        refuse_not_plain(differing, f"the state of process {self.world.rank}")
-        return {"own": differing} if any(differing.values()) else {}
-
     def _restore(self, saved: SavedState) -> None:
         where = saved.path
         tree = loaded(where, self.objects.in_parts)
@@ -327,8 +311,7 @@ class Run:
     def _take(self, tree: dict[str, Any], where: str) -> None:
         """Loads the objects and the values from the tree of a checkpoint; tensors that they share stay shared."""
         ranks = tree["rng_state"]["ranks"]
-        of_rank = ranks[self.world.rank].get("own", {}) if self.world.rank < len(ranks) else {}
-        tree = {**tree, **{key: {**tree[key], **parts} for key, parts in of_rank.items()}}
+        tree = with_own(tree, ranks[self.world.rank] if self.world.rank < len(ranks) else {})
         keys = ["values", *(name + SUFFIX for name in self.objects.others)]
         copied = to_cpu({key: tree[key] for key in keys}, copied=True)  # they would keep the file mapped
         self.objects.restore({**tree, **copied}, where)
@@ -671,7 +654,13 @@ class Run:
         facts = {**self._facts(point), **(facts or {})}
 
         def gather() -> dict[str, Any]:  # all take part, and only the first has the tree, unless it is divided
-            ranks = self.world.gather({**point.rank, **self._own_parts(point)})
+            of_process: dict[str, Any] = {}
+            if self.world.distributed and point.rank:  # a `TrainerRun` has no rank state
+                states = {"values": self.values, **{name + SUFFIX: state for name, state in point.states.items()}}
+                not_alike = self.objects.modules.keys() - self._alike
+                states |= {name + SUFFIX: self.objects.buffers(name) for name in not_alike}
+                of_process = differing(states, self.world.broadcast)
+            ranks = self.world.gather({**point.rank, **of_process})
             return self._tree(point, ranks) if self.world.is_first or self.objects.is_divided else {}
 
         self._saver.save(self.step, gather, facts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from ckptool.training.batches import parts_of, saves
 from ckptool.training.optim import Average, load_optimizer
 from ckptool.training.parallel import has_divided, local, state_like
 from ckptool.training.rng import is_generator, same
-from ckptool.training.saving import plain_state, refuse_not_plain, to_cpu
+from ckptool.training.saving import digest, plain_state, refuse_not_plain, to_cpu
 
 Optimizer = torch.optim.Optimizer
 Schedule = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -264,6 +264,24 @@ class Objects:
             name: [{k: v for k, v in group.items() if not k.startswith("_") and type(v) in plain} for group in each]
             for name, each in groups.items()
         }
+
+
+def differing(states: Mapping[str, Any], broadcast: Callable[[Any], Any]) -> dict[str, Any]:
+    """What of states differs from the first process's, under `own`. broadcast: gives the value of that one."""
+    dicts = {key: state for key, state in states.items() if isinstance(state, dict)}
+    digests = {key: {name: digest(part) for name, part in state.items()} for key, state in dicts.items()}
+    first = broadcast(digests)
+    parts = {
+        key: {name: dicts[key][name] for name, text in texts.items() if first[key].get(name) != text}
+        for key, texts in digests.items()
+    }
+    refuse_not_plain(parts, "the state of a process")
+    return {"own": parts} if any(parts.values()) else {}
+
+
+def with_own(tree: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved tree with what `differing` gave in a process."""
+    return {**tree, **{key: {**tree[key], **parts} for key, parts in rank.get("own", {}).items()}}
 
 
 def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:

@@ -70,12 +70,13 @@ def main(
             model[0].requires_grad_(False)
         if flags and step == 12:
             model[1].eval()
+        inputs = inputs + counter.seen % 3  # of this process
         with accelerator.accumulate(model):
             accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        counter.seen += len(labels)
+        counter.seen += len(labels) + accelerator.process_index
         if step % every == 0:
             checkpoints.save()
     if accelerator.is_main_process:  # each process has its own statistics of batches
