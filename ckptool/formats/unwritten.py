@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptool.checkpoint import FileRange, Note, TensorEntry
 from ckptool.checkpoint.files import Folder, Input, Source
@@ -20,40 +20,60 @@ PAGE = 4096  # bytes; what reaches the disk together, and fewer zeros tell nothi
 BLOCK = 1 << 16
 MOST_HOLES = 1000
 
-Place = tuple[int, int, int, int, str]  # begin and end in the file, bytes of an element and of a row (0: none), address
+
+class Place(NamedTuple):
+    """Bytes of a file that hold a tensor. item, row: the sizes of an element and of a row; row is 0 for a vector."""
+
+    begin: int
+    end: int
+    item: int
+    row: int
+    name: str
 
 
 def zero_notes(source: Input | None, tree: Any) -> list[Note]:
-    """A note for each file with zeros that begin within a tensor, in the middle of a row or with a page: of padding and
-    of rows that were never trained, zeros begin with a row."""
+    """A note for each file with zeros that begin within a tensor, in the middle of a row or with a page: those of
+    padding, and of what was never trained, begin with a row, or at the same place in each row."""
     files = [] if source is None or source.far else source.files.values() if isinstance(source, Folder) else [source]
     zeros = {file: stretches for file in files if (stretches := list(_zeros(file)))}
     places: dict[Source, dict[int, Place]] = defaultdict(dict)
     for path, node in walk(tree) if zeros else ():
         for part in stored_parts(node):
             for storage in part.storage.below():
-                data, item, row = storage.data, 1, 0
+                data = storage.data
                 if not isinstance(data, FileRange) or storage.crc is not None or data.file not in zeros:
                     continue
-                if isinstance(part, TensorEntry) and storage is part.storage and len(part.shape) > 1:
-                    item, row = part.dtype.itemsize, part.dtype.itemsize * part.shape[-1]
-                end = data.offset + data.length
-                places[data.file].setdefault(data.offset, (data.offset, end, item, row, address(path)))
+                start, stop, item, row = 0, data.length, 1, 0
+                if isinstance(part, TensorEntry) and storage is part.storage:
+                    (start, stop), item = part.span(), part.dtype.itemsize
+                    steps = zip(part.shape, part.stride, strict=True)  # a row is adjacent in the file
+                    adjacent = [count for count, step in steps if step == 1] if len(part.shape) > 1 else []
+                    row = item * min(adjacent, default=0)
+                place = Place(data.offset + start, data.offset + stop, item, row, address(path) or "its values")
+                places[data.file].setdefault(place.begin, place)
     notes = []
-    for file, by_offset in places.items():
-        spans, half_way = sorted(by_offset.values()), list[tuple[int, int, str]]()
-        for begin, end in zeros[file]:
-            first, last, item, row, name = spans[max(bisect_right(spans, (begin,)) - 1, 0)]
-            element = -(-(begin - first) // item) * item  # whose last bytes may be zero
-            if first < begin < last and ((row and element % row) or begin % PAGE == 0):
-                half_way.append((begin, end, name))
+    for file, by_begin in places.items():
+        spans = sorted(by_begin.values())
+        pairs = [(spans[max(bisect_right(spans, (begin,)) - 1, 0)], begin, end) for begin, end in zeros[file]]
+        half_way = [(place, begin, end) for place, begin, end in pairs if _is_half_way(file, place, begin)]
         if half_way:
-            nbytes = size(sum(end - begin for begin, end, _ in half_way))
-            where = listed([f"{name} (byte {begin:,})" for begin, _, name in half_way], 3)
+            nbytes = size(sum(end - begin for _, begin, end in half_way))
+            where = listed([f"{place.name} (byte {begin:,})" for place, begin, _ in half_way], 3)
             what = f"{nbytes} of {file} are zeros that begin in the middle of {where}"
             why = "as in a download that was broken off; compare its SHA-256 with the source's"
             notes.append(Note("zeros-half-way", f"{what}, {why}"))
     return notes
+
+
+def _is_half_way(file: Source, place: Place, begin: int) -> bool:
+    """True for zeros that begin in a place where those of a model seldom do."""
+    if not place.begin < begin < place.end:
+        return False
+    element = -(-(begin - place.begin) // place.item) * place.item  # whose last bytes may be zero
+    if not place.row or not element % place.row:
+        return (file.begin + begin) % PAGE == 0
+    rest = min(place.row - element % place.row, BLOCK)
+    return element < place.row or any(file.read(place.begin + element - place.row, rest))  # else: padded columns
 
 
 def _zeros(file: Source) -> Iterator[tuple[int, int]]:
@@ -74,11 +94,14 @@ def _holes(file: Source) -> Iterator[tuple[int, int]]:
     """Begin and end of the holes of a sparse file, and of the one that is behind each file's last byte."""
     at = 0
     while at < file.size:
-        hole, end = file.size, file.size
+        hole, end, descriptor = file.size, file.size, file.descriptor()
+        position = os.lseek(descriptor, 0, os.SEEK_CUR)  # of a file that the caller has open, too
         try:
-            hole = os.lseek(file.descriptor(), file.begin + at, os.SEEK_HOLE) - file.begin
-            end = os.lseek(file.descriptor(), file.begin + hole, os.SEEK_DATA) - file.begin
+            hole = os.lseek(descriptor, file.begin + at, os.SEEK_HOLE) - file.begin
+            end = os.lseek(descriptor, file.begin + hole, os.SEEK_DATA) - file.begin
         except (AttributeError, OSError):
             pass  # nothing but the hole follows; or the system does not tell
+        finally:
+            os.lseek(descriptor, position, os.SEEK_SET)
         yield hole, end
         at = end

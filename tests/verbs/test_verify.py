@@ -98,7 +98,9 @@ def test_a_download_that_was_broken_off(suffix: str, connections: int, holes: bo
             for begin, end in zip(begins, ends, strict=True):
                 file.seek(begin)
                 file.write(data[begin:end])
-        (message,) = (note.message for note in verify(path).notes if note.code == "zeros-half-way")
+        with path.open("rb") as file:
+            (message,) = (note.message for note in verify(file).notes if note.code == "zeros-half-way")
+            assert file.tell() == len(data)  # as all functions leave it, whatever holes were looked for
         expected = [f"(byte {len(data[:end].rstrip(bytes(1))):,})" for end in ends]
         assert [place for place in expected[:3] if place not in message] == []
 
@@ -116,6 +118,24 @@ def test_zeros_of_the_model_are_no_broken_download(number: int, tmp_path: Path) 
     safetensors.torch.save_file(tree, path)
     subprocess.run(["cp", "--sparse=always", path, sparse], check=True)
     assert [note.code for file in (path, sparse) for note in verify(file).notes] == []
+
+
+@looped("transposed", [False, True])
+def test_zeros_at_the_end_of_every_row_are_of_the_model(transposed: bool, tmp_path: Path) -> None:
+    """Padded columns, a mask, targets; in either order of the elements. The last row alone is damage."""
+    padded = torch.randn(64, 9001)
+    padded[:, 7001:] = 0
+    damaged = torch.randn(64, 9001)
+    damaged[-1, 7001:] = 0
+    mask, targets = torch.ones(3000, 3000).tril(-1500), torch.eye(50, 5000)
+    for number, values in enumerate((padded, mask, targets, damaged)):
+        array = values.numpy().T if transposed else values.numpy()
+        numpy.save(tmp_path / "a.npy", array)
+        view = torch.cat([torch.ones(7), values.flatten()])[7:].view_as(values)  # not where its storage begins
+        torch.save({"w": view.t() if transposed else view}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+        for name in ("a.npy", "a.pt"):
+            codes = [note.code for note in verify(tmp_path / name).notes]
+            assert codes == ["zeros-half-way"] * (number == 3), (name, number)
 
 
 def test_some_data_has_a_checksum_and_some_has_none() -> None:
