@@ -21,7 +21,7 @@ BLOCK = 1 << 16
 MOST_HOLES = 1000
 
 
-class Place(NamedTuple):
+class Located(NamedTuple):
     """Bytes of a file that hold a tensor. item, row: the sizes of an element and of a row; row is 0 for a vector."""
 
     begin: int
@@ -36,7 +36,7 @@ def zero_notes(source: Input | None, tree: Any) -> list[Note]:
     padding, and of what was never trained, begin with a row, or at the same place in each row."""
     files = [] if source is None or source.far else source.files.values() if isinstance(source, Folder) else [source]
     zeros = {file: stretches for file in files if (stretches := list(_zeros(file)))}
-    places: dict[Source, dict[int, Place]] = defaultdict(dict)
+    places: dict[Source, dict[int, Located]] = defaultdict(dict)
     for path, node in walk(tree) if zeros else ():
         for part in stored_parts(node):
             for storage in part.storage.below():
@@ -49,7 +49,7 @@ def zero_notes(source: Input | None, tree: Any) -> list[Note]:
                     steps = zip(part.shape, part.stride, strict=True)  # a row is adjacent in the file
                     adjacent = [count for count, step in steps if step == 1] if len(part.shape) > 1 else []
                     row = item * min(adjacent, default=0)
-                place = Place(data.offset + start, data.offset + stop, item, row, address(path) or "its values")
+                place = Located(data.offset + start, data.offset + stop, item, row, address(path) or "its values")
                 places[data.file].setdefault(place.begin, place)
     notes = []
     for file, by_begin in places.items():
@@ -65,7 +65,7 @@ def zero_notes(source: Input | None, tree: Any) -> list[Note]:
     return notes
 
 
-def _is_half_way(file: Source, place: Place, begin: int) -> bool:
+def _is_half_way(file: Source, place: Located, begin: int) -> bool:
     """True for zeros that begin in a place where those of a model seldom do."""
     if not place.begin < begin < place.end:
         return False

@@ -395,8 +395,8 @@ class Run:
             )
         if self.step and not self._is_over(length) and self._window.is_open:
             self._say_once(
-                f"after step {self.step:,} a loop begins with gradients that the one before it left, which are in no "
-                "checkpoint: a run that is killed goes on without them; use them, optimizer.step(), or zero_grad()"
+                f"after step {self.step:,} a loop begins with gradients that no optimizer.step() has used; they are in no "
+                "checkpoint, and a resumed run goes on without them: call optimizer.step() or zero_grad() before the loop"
             )
         with self._looping(name):
             if not self.position.batch or self._is_over(length):
