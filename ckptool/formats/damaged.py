@@ -190,8 +190,8 @@ def _not_recovered(source: Source) -> UsageError:
 
 
 def with_whole_count(error: CkptoolError, source: Input) -> CkptoolError:
-    """The error for a zip that is cut off or damaged, with how many of its storages look whole (unread) and how to save
-    them; the same error where that cannot be known."""
+    """The error for a zip that is cut off or damaged, with how to save it, and how many of its storages look whole
+    (unread) unless only its first bytes are damaged; the same error where that cannot be known."""
     if not isinstance(source, Source):
         return error
     is_misnamed = for_output(source.path, DEFAULT).tensors_only
@@ -199,7 +199,8 @@ def with_whole_count(error: CkptoolError, source: Input) -> CkptoolError:
     with suppress(CkptoolError), no_collection():
         if source.read(0, min(4, source.size)) != b"PK\x03\x04":  # its directory may be whole, and its pickle
             records = directory.read_archive(source, case_matters=True, confirm=False).records
-            if pickle := records.get(f"{_root(records)}data.pkl"):
+            pickle = records.get(f"{(root := _root(records))}data.pkl")
+            if pickle is not None and not _is_program(root, records):
                 pickle.is_confirmed = True
                 pickle.contents(torch_zip.inflated_limit(pickle.stored))
                 return type(error)(error.what, error.why, fix)

@@ -83,7 +83,8 @@ class AcceleratorCheckpoints:
         if (steps is None) == (epochs is None):
             raise UsageError("batches takes exactly one of steps and epochs", "", "batches(loader, epochs=5)")
         self._loader = loader
-        self._models.set_flags(self._flags)
+        flags, self._flags = self._flags, {}
+        self._models.set_flags(flags)
         while (epochs is None or self.epoch < epochs) and (steps is None or self.step < steps):
             if callable(getattr(loader, "set_epoch", None)):
                 loader.set_epoch(self.epoch)

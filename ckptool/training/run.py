@@ -117,7 +117,7 @@ class Run:
         self._iterator: Callable[[], Any] = lambda: None  # of the loop, as the script has it
         self._ended_at: tuple[Any, ...] = ()  # the place in the script of the last loop that ran to its end
         ddp = {name: each for name, each in objects.items() if isinstance(each, nn.parallel.DistributedDataParallel)}
-        self._alike = {name for name, each in ddp.items() if each.broadcast_buffers}
+        self._broadcast = {name for name, each in ddp.items() if each.broadcast_buffers}
         self._options = self.objects.options()
         self._window = Window(self.objects)
         if not isinstance(folder, RunFolder):  # which the harness opens by its configuration
@@ -395,8 +395,8 @@ class Run:
             )
         if self.step and not self._is_over(length) and self._window.is_open:
             self._say_once(
-                f"after step {self.step:,} a loop begins with gradients that no optimizer.step() has used; they are in no "
-                "checkpoint, and a resumed run goes on without them: call optimizer.step() or zero_grad() before the loop"
+                f"after step {self.step:,} a loop begins with gradients that no optimizer.step() has used. They are in "
+                "no checkpoint, and a resumed run goes on without them: before a loop, use them or call zero_grad()"
             )
         with self._looping(name):
             if not self.position.batch or self._is_over(length):
@@ -657,8 +657,8 @@ class Run:
             of_process: dict[str, Any] = {}
             if self.world.distributed and point.rank:  # a `TrainerRun` has no rank state
                 states = {"values": self.values, **{name + SUFFIX: state for name, state in point.states.items()}}
-                not_alike = self.objects.modules.keys() - self._alike
-                states |= {name + SUFFIX: self.objects.buffers(name) for name in not_alike}
+                not_broadcast = self.objects.modules.keys() - self._broadcast
+                states |= {name + SUFFIX: self.objects.buffers(name) for name in not_broadcast}
                 of_process = differing(states, self.world.broadcast)
             ranks = self.world.gather({**point.rank, **of_process})
             return self._tree(point, ranks) if self.world.is_first or self.objects.is_divided else {}

@@ -217,7 +217,7 @@ def not_plain(value: Any) -> str:
 
 
 def digest(value: Any) -> str:
-    """A digest of a plain value with its tensors: in every process the same of equal ones."""
+    """A digest of a plain value with its tensors, the same for equal ones in every process."""
     hashed, stack = blake2b(digest_size=16), [value]
     while stack:
         node = stack.pop()

@@ -267,7 +267,8 @@ class Objects:
 
 
 def differing(states: Mapping[str, Any], broadcast: Callable[[Any], Any]) -> dict[str, Any]:
-    """What of states differs from the first process's, under `own`. broadcast: gives the value of that one."""
+    """How states differ from the first process's: their parts, under `own`, and the names that only that has, under
+    `lacking`. broadcast: gives the value of the first process. Raises `UsageError` for parts that are not plain."""
     dicts = {key: state for key, state in states.items() if isinstance(state, dict)}
     digests = {key: {name: digest(part) for name, part in state.items()} for key, state in dicts.items()}
     first = broadcast(digests)
@@ -276,12 +277,16 @@ def differing(states: Mapping[str, Any], broadcast: Callable[[Any], Any]) -> dic
         for key, texts in digests.items()
     }
     refuse_not_plain(parts, "the state of a process")
-    return {"own": parts} if any(parts.values()) else {}
+    lacking = {key: [name for name in first[key] if name not in state] for key, state in dicts.items()}
+    return {"own": parts, "lacking": lacking} if any((*parts.values(), *lacking.values())) else {}
 
 
 def with_own(tree: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved tree with what `differing` gave in a process."""
-    return {**tree, **{key: {**tree[key], **parts} for key, parts in rank.get("own", {}).items()}}
+    """A saved tree with the states of a process, of which `differing` gave `rank`."""
+    own = {key: {**tree[key], **parts} for key, parts in rank.get("own", {}).items()}
+    for key, names in rank.get("lacking", {}).items():
+        own[key] = {name: part for name, part in own[key].items() if name not in names}
+    return {**tree, **own}
 
 
 def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:

@@ -132,7 +132,8 @@ def test_what_differs_between_processes_is_saved_of_each_and_any_of_them_may_mar
         "run = ckptool.Run(folder", f"{OWN}run = ckptool.Run(folder, env=env, scale=scale"
     )
     body = (
-        "    inputs += run.get('last', torch.full((4,), float(rank))) + env.seen.sum()\n"
+        "    inputs += run.get('last', torch.full((4,), float(rank))) + env.seen.sum() + run.get('best', 0)\n"
+        "    if rank == 0:\n        run['best'] = step / 9\n"
         "    run['last'], run['step'] = inputs.mean(0) / 9, step\n    env.seen = env.seen / 2 + inputs.mean() / 9\n"
         "    inputs = scale(inputs)\n"
     )
@@ -147,6 +148,7 @@ def test_what_differs_between_processes_is_saved_of_each_and_any_of_them_may_mar
     path = tmp_path / "whole/checkpoints" / f"step-00000009.{'pt' if kind == 'ddp' else 'dcp'}"
     first, second = ckptool.load(path)["rng_state"]["ranks"][:2]
     assert "own" not in first and second["own"].keys() >= {"values", "env_state_dict"}
+    assert second["lacking"]["values"] == ["best"]
     assert second["own"]["values"].keys() == {"last"} and second["own"]["env_state_dict"].keys() == {"seen"}
 
 

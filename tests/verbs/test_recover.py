@@ -118,6 +118,8 @@ def test_a_program_is_not_recovered(tmp_path: Path, run: Run) -> None:
     said = run("recover", written(bytes(data), path), "-o", tmp_path / "out.pt")
     assert said.code == 2 and "a program of TorchScript" in said.err and not (tmp_path / "out.pt").exists()
     assert "ckptool recover" not in run("verify", path).out + run("doctor", path).out
+    path.write_bytes(bytes(4) + path.read_bytes()[4:])
+    assert "ckptool recover" not in run("inspect", path).err + run("doctor", path).out
 
 
 def test_a_file_that_lost_its_mark_of_an_earlier_recovery_is_marked_all_the_same(tmp_path: Path) -> None:

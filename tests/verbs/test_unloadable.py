@@ -22,18 +22,8 @@ def of_every_kind() -> dict[str, Any]:
     layouts = [ones.to_sparse(), ones.to_sparse_csr(), ones.t(), ones.cfloat().conj(), ones.storage(), ones.to("meta")]
     layouts += [torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8), torch.nested.nested_tensor([ones, ones[:1]])]
     layouts += [nn.Parameter(ones), ones.untyped_storage()]
-    values = [
-        torch.float8_e5m2,
-        torch.Size([2]),
-        torch.device("cpu"),
-        np.float64(1),
-        np.ones(2),
-        {1},
-        1j,
-        b"x",
-        range(2),
-    ]
-    values += [nn.Linear(1, 1), types.SimpleNamespace(a=1), Path("x"), OrderedDict(a=1), None]
+    values = [torch.float8_e5m2, torch.Size([2]), torch.device("cpu"), np.float64(1), np.ones(2), {1}, 1j, b"x"]
+    values += [range(2), nn.Linear(1, 1), types.SimpleNamespace(a=1), Path("x"), OrderedDict(a=1), None]
     return tensors | {f"{number} {type(value)}": value for number, value in enumerate(layouts + values)}
 
 

@@ -1,5 +1,6 @@
 """A loop with accelerate, killed anywhere, resumed by itself: `python accelerate_loop.py OUT`."""
 
+import itertools
 import sys
 
 import torch
@@ -65,7 +66,9 @@ def main(
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     counter, others = Counter(), {"other": Counter()} if more else {}
     checkpoints = AcceleratorCheckpoints(accelerator, out + "/checkpoints", counter=counter, **others)
-    for step, (inputs, labels) in checkpoints.batches(loader, steps=steps):
+    ends = (min(14, steps), steps) if flags else (steps,)  # of loops, one after the other
+    batches = itertools.chain.from_iterable(checkpoints.batches(loader, steps=end) for end in ends)
+    for step, (inputs, labels) in batches:
         if flags and step == 9:
             model[0].requires_grad_(False)
         if flags and step == 12:
