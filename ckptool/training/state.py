@@ -283,10 +283,10 @@ def differing(states: Mapping[str, Any], broadcast: Callable[[Any], Any]) -> dic
 
 def with_own(tree: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, Any]:
     """A saved tree with the states of a process, of which `differing` gave `rank`."""
-    own = {key: {**tree[key], **parts} for key, parts in rank.get("own", {}).items()}
+    states = {key: {**tree[key], **parts} for key, parts in rank.get("own", {}).items()}
     for key, names in rank.get("lacking", {}).items():
-        own[key] = {name: part for name, part in own[key].items() if name not in names}
-    return {**tree, **own}
+        states[key] = {name: part for name, part in states[key].items() if name not in names}
+    return {**tree, **states}
 
 
 def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
