@@ -433,8 +433,8 @@ class RemoteObject:
 
 
 class _Listing(dict[str, bool]):
-    """The names in a folder; True for those of folders. is_known: the folder could be listed.  together: so many of its
-    files were the same when all of them were open."""
+    """The names in a folder; True for those of folders. is_known: the folder could be listed.  together: as many of its
+    files were open when none had changed."""
 
     is_known, together = True, 1
 
@@ -457,7 +457,7 @@ def _listing(folder: str) -> _Listing:
     `LimitExceeded`."""
     url = folder.rstrip("/")
     if "::" in url:
-        raise UsageError(f"cannot use {url} as a folder", "Of a chain of URLs, only single files are read.")
+        raise UsageError(f"cannot use {url} as a folder", "Through a chain of URLs, only single files can be read.")
     fs, path = file_system(url)
     path = path.rstrip("/") + "/" * is_web(url)
     fs.invalidate_cache()
@@ -587,7 +587,7 @@ class RemoteFolder(Folder):
             raise
 
     def check_unchanged(self) -> None:
-        """Asks once for all that are open: those opened later may belong to what has replaced the first."""
+        """Asks once for each that is open: those opened later may belong to what has replaced the first."""
         super().check_unchanged()
         objects = [file._object for file in self._files.values() if isinstance(file, RemoteSource)]
         if len(objects) > self._listing.together:

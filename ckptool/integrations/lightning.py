@@ -112,15 +112,15 @@ class ExactResume(Callback):
         inside = progress.current.ready > 0 and not progress.is_last_batch
         follows = ["ReduceLROnPlateau"] * any(schedule.reduce_on_plateau for schedule in trainer.lr_scheduler_configs)
         if progress.current.completed < progress.current.ready:  # in `on_train_batch_end`
-            others = [
-                each for each in trainer.callbacks if not isinstance(each, (ExactResume, Checkpoint, ProgressBar))
-            ]
-            ends = [each for each in (pl_module, *others) if is_overridden("on_train_epoch_end", each)]
-            follows += [f"on_train_epoch_end of {type(each).__name__}" for each in ends]
+            idle = ExactResume, Checkpoint, ProgressBar
+            for each in (pl_module, *(each for each in trainer.callbacks if not isinstance(each, idle))):
+                # EarlyStopping may check after a validation instead.
+                if is_overridden("on_train_epoch_end", each) and getattr(each, "_check_on_train_epoch_end", True):
+                    follows.append(f"on_train_epoch_end of {type(each).__name__}")
         notes = {
             "inside gradient accumulation. The gradients so far are not in it, and a run that resumes from it differs: "
             "save every so many steps, ModelCheckpoint(every_n_train_steps=…)": inside and loop._should_accumulate(),
-            f"at the end of an epoch, with {listed(follows)}, which a run that resumes from it leaves out: save in "
+            f"at the end of an epoch, before {listed(follows)}, which a run that resumes from it leaves out: save in "
             "steps that do not end one, ModelCheckpoint(every_n_train_steps=…)": progress.is_last_batch and follows,
         }
         for words in {words for words, is_so in notes.items() if is_so and trainer.is_global_zero} - self._noted:
@@ -154,8 +154,9 @@ class ExactResume(Callback):
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         """Sets the epoch's window of accumulation, which Lightning leaves out where it resumes inside an epoch."""
-        for schedule in [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]:
-            schedule.on_train_epoch_start(trainer)
+        for callback in trainer.callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):
+                callback.on_train_epoch_start(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Sets the random states again if the run resumes after the end of an epoch: Lightning makes a new iterator."""

@@ -87,8 +87,8 @@ class DurableCheckpoints:
             return super().train(resume, *args, **options)  # type: ignore[misc]
 
     def _stops_early(self: Any, state: TrainerState) -> bool:
-        """Gives callbacks what they had counted, as Trainer does only if it is told to. True where an early stop ended
-        the run, and the script gives it no more patience."""
+        """True where an early stop ended the run, and the script gives it no more patience. Restores what callbacks
+        counted, which Trainer does only if it is told to."""
         callbacks = self.callback_handler.callbacks
         for name, states in state.stateful_callbacks.items():
             same = [each for each in callbacks if type(each).__name__ == name]

@@ -278,7 +278,7 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 
 def _liveness(value: Any) -> Callable[[], Any]:
-    """A function that returns None once an object is gone, whose id may then be another's; if it can be known."""
+    """A function that returns None once an object is gone, whose id may then be another's; 0 if nobody can know."""
     try:
         return weakref.ref(value)
     except TypeError:

@@ -234,7 +234,8 @@ def _steps(config: Mapping[str, Any]) -> list[_Step]:
 
 
 def _class_row(kind: Any, name: Any = None) -> Any:
-    """What is known of a class, or of the first class of a type: a prefix, mappings and parts."""
+    """What is known of a class, or of the first class of a type: a prefix, mappings and parts; then 1 where the model
+    has no head, so that its own names lack the prefix."""
     rows = _tables()[0].get(kind, {}) if isinstance(kind, str) else {}
     return rows.get(name) or next(iter(rows.values()), ("", {}, {}))
 

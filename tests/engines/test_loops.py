@@ -238,7 +238,9 @@ def test_a_checkpoint_of_lightning_at_the_end_of_an_epoch_before_a_plateau_is_no
         options = {"every": every, option: True, "stateful": False}
         said = scripts("lightning_fit").finish(tmp_path / f"{every} {option}", 20, options=options)["stderr"]
         words = {"plateau": "ReduceLROnPlateau", "ends": "on_train_epoch_end of Draws"}[option]
-        assert said.count(f"at the end of an epoch, with {words}, which a run that resumes from it leaves out") == noted
+        assert (
+            said.count(f"at the end of an epoch, before {words}, which a run that resumes from it leaves out") == noted
+        )
 
 
 def test_what_is_written_for_lightning_it_and_torch_read(scripts: Callable[[str], Scripts], tmp_path: Path) -> None:

@@ -179,8 +179,10 @@ class AdapterMerge:
         )
 
     def _is_turned(self, key: str, delta: Delta) -> bool:
-        """True for a square weight that is [in, out]: of experts, told by the adapter's other changes; else by others
-        of the base, or by the configuration, in which PEFT leaves the kind of the last layer that it wrapped.
+        """True for a square weight that is [in, out]: told for experts by the adapter's other changes, else by other
+        weights of the base, or by the configuration, where PEFT leaves the kind of the last layer that it wrapped.
+
+        Raises `Unsupported` where nothing tells.
         """
         products = [other for other in self.adapter.products if "B" in other.factors and not other.embedding]
         if delta in self.parameters and len(self.tensors[key].shape) == 3:
@@ -198,7 +200,7 @@ class AdapterMerge:
             matrices = [other for other in products if len(other.factors["A"].shape) == 2]
             if len(votes) > 1 and self.is_ordered:  # as are the layers that PEFT wraps
                 order = {key: index for index, key in enumerate(self.tensors)}
-                matrices = [max(matrices, key=lambda other: order.get(self._target_key(other) or "", -1))]
+                matrices = sorted(matrices, key=lambda other: order.get(self._target_key(other) or "", -1))[-1:]
             names = {other.module.rpartition(".")[2] for other in matrices}
             if not votes or (len(votes) > 1 and names == {delta.module.rpartition(".")[2]}):
                 votes = frozenset({bool(self.adapter.config.get("fan_in_fan_out"))})

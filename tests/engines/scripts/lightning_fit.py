@@ -6,7 +6,7 @@ import warnings
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from torch import nn
 
 from ckptool.integrations.lightning import DurableCheckpointIO, ExactResume, newest_checkpoint
@@ -111,7 +111,7 @@ def main(
             ModelCheckpoint(out, monitor="step", mode="max", save_top_k=keep, **checkpoints),
             *([Inside()] if inside else []),
             *([GradientAccumulationScheduler({0: 1, 2: 2})] if scheduled else []),
-            *([Draws()] if ends else []),
+            *([Draws(), EarlyStopping("loss", check_on_train_epoch_end=False)] if ends else []),
         ],
         logger=False,
         enable_progress_bar=False,
