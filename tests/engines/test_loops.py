@@ -237,10 +237,8 @@ def test_a_checkpoint_of_lightning_at_the_end_of_an_epoch_before_a_plateau_is_no
     for every, option, noted in ((8, "plateau", 1), (5, "plateau", 0), (8, "ends", 1), (0, "ends", 0)):
         options = {"every": every, option: True, "stateful": False}
         said = scripts("lightning_fit").finish(tmp_path / f"{every} {option}", 20, options=options)["stderr"]
-        words = {"plateau": "ReduceLROnPlateau", "ends": "on_train_epoch_end of Draws"}[option]
-        assert (
-            said.count(f"at the end of an epoch, before {words}, which a run that resumes from it leaves out") == noted
-        )
+        what = {"plateau": "ReduceLROnPlateau", "ends": "on_train_epoch_end of Draws"}[option]
+        assert said.count(f"an epoch, before {what}, which a run that resumes from it leaves out") == noted
 
 
 def test_what_is_written_for_lightning_it_and_torch_read(scripts: Callable[[str], Scripts], tmp_path: Path) -> None:

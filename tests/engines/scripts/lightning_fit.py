@@ -111,7 +111,7 @@ def main(
             ModelCheckpoint(out, monitor="step", mode="max", save_top_k=keep, **checkpoints),
             *([Inside()] if inside else []),
             *([GradientAccumulationScheduler({0: 1, 2: 2})] if scheduled else []),
-            *([Draws(), EarlyStopping("loss", check_on_train_epoch_end=False)] if ends else []),
+            *([Draws(), EarlyStopping("loss", strict=False, check_on_train_epoch_end=False)] if ends else []),
         ],
         logger=False,
         enable_progress_bar=False,
