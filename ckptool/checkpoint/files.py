@@ -100,7 +100,7 @@ class Source:
     __slots__ = ("__weakref__", "_descriptor", "_identity", "_path", "begin", "is_edited", "path", "size")
     start = 0  # where its bytes begin in its `file`: see `Part`
     far = False  # every read is a request to another machine, and there is no descriptor
-    failures: Sequence[CkptoolError] = ()  # of reads from there
+    failures: Sequence[CkptoolError] = ()  # the last, of a server that did not send a part
 
     def __new__(cls, path: str | os.PathLike[str] = "", fd: int | None = None, begin: int = 0) -> Source:
         """A `RemoteSource`, read by ranges, for a URL."""
@@ -552,8 +552,8 @@ def open_input(path: str | os.PathLike[str]) -> Input:
 
 @contextmanager
 def unchanged(*inputs: Input | None) -> Iterator[None]:
-    """Raises `FileChanged` if anyone wrote to one of the inputs meanwhile, in place of any error that this led to, or
-    what was taken for damage: so it is with a server that failed to send a part of one."""
+    """Raises `FileChanged` if anyone wrote to one of the inputs meanwhile, or the error of a server that did not send
+    a part of one: in place of any error that this led to, and of damage that it was taken for."""
 
     def failures() -> list[CkptoolError]:
         return [error for source in inputs if source is not None for error in source.failures]

@@ -193,7 +193,8 @@ class LegacyStorages:
             raise Unsupported(f"the storage {key} has the unknown type {cls}", "The size of its elements is unknown.")
         if numel < 0:
             raise BadTensor(f"the storage {key} has {numel} elements", _NO_TENSOR)
-        itemsize, self.untyped = dtype.itemsize if dtype else 1, self.untyped or dtype is None
+        itemsize = dtype.itemsize if dtype else 1
+        self.untyped |= dtype is None
         size = numel * itemsize
         if (first := self.roots.get(key)) is None:
             first = self.roots[key] = StorageRef(Storage(Computed(size, _unplaced), location), dtype)
