@@ -22,7 +22,7 @@ MOST_HOLES = 1000
 
 
 class Located(NamedTuple):
-    """Bytes of a file that hold a tensor. item, row: the sizes of an element and of a row; row is 0 for a vector."""
+    """Bytes of a file that hold a tensor. item, row: the sizes of an element, and of a row in the file or 0."""
 
     begin: int
     end: int
@@ -46,9 +46,8 @@ def zero_notes(source: Input | None, tree: Any) -> list[Note]:
                 start, stop, item, row = 0, data.length, 1, 0
                 if isinstance(part, TensorEntry) and storage is part.storage:
                     (start, stop), item = part.span(), part.dtype.itemsize
-                    steps = zip(part.shape, part.stride, strict=True)  # a row is adjacent in the file
-                    adjacent = [count for count, step in steps if step == 1] if len(part.shape) > 1 else []
-                    row = item * min(adjacent, default=0)
+                    steps = zip(part.shape, part.stride, strict=True)
+                    row = item * min((step for count, step in steps if count > 1 and step > 1), default=0)
                 place = Located(data.offset + start, data.offset + stop, item, row, address(path) or "its values")
                 places[data.file].setdefault(place.begin, place)
     notes = []

@@ -127,15 +127,15 @@ def test_zeros_at_the_end_of_every_row_are_of_the_model(transposed: bool, tmp_pa
     padded[:, 7001:] = 0
     damaged = torch.randn(64, 9001)
     damaged[-1, 7001:] = 0
-    mask, targets = torch.ones(3000, 3000).tril(-1500), torch.eye(50, 5000)
-    for number, values in enumerate((padded, mask, targets, damaged)):
+    mask, targets, prompt = torch.ones(3000, 3000).tril(-1500), torch.eye(50, 5000), torch.eye(1, 5000)
+    for number, values in enumerate((padded, mask, targets, prompt, damaged)):
         array = values.numpy().T if transposed else values.numpy()
         numpy.save(tmp_path / "a.npy", array)
         view = torch.cat([torch.ones(7), values.flatten()])[7:].view_as(values)  # not where its storage begins
         torch.save({"w": view.t() if transposed else view}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
         for name in ("a.npy", "a.pt"):
             codes = [note.code for note in verify(tmp_path / name).notes]
-            assert codes == ["zeros-half-way"] * (number == 3), (name, number)
+            assert codes == ["zeros-half-way"] * (number == 4), (name, number)
 
 
 def test_some_data_has_a_checksum_and_some_has_none() -> None:
