@@ -625,8 +625,8 @@ class Run:
         metrics: numbers, or functions that return one: they are called where the save is due, inside `evaluating`.
         While gradients are accumulated over steps, it waits for the `optimizer.step()` that uses them; in the last step
         of an epoch of `run.epochs`, for the end of its body. Then checkpoints are deleted that are not to be kept.
-        In a loop any process may call it; outside all do. Raises, where it commits, `DiskFull` or `FileProblem`; older
-        checkpoints stay.
+        In a loop any process may call it; outside all do. Metrics are those of the first. Raises, where it commits,
+        `DiskFull` or `FileProblem`; older checkpoints stay.
         """
         for name in metrics:
             if close := difflib.get_close_matches(name, ("every", "seconds"), 1, 0.8):

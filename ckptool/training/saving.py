@@ -223,7 +223,7 @@ def digest(value: Any) -> str:
         node = stack.pop()
         if isinstance(node, torch.Tensor):
             part = local(node.detach())
-            part = (part if part.layout is torch.strided else part.to_dense()).cpu().contiguous()
+            part = (part if part.layout is torch.strided else part.to_dense()).cpu().contiguous().resolve_conj()
             hashed.update(f"{part.dtype} {list(part.shape)}".encode())
             hashed.update(part.reshape(-1).view(torch.uint8).numpy().data)
         elif isinstance(node, (dict, list, tuple)):

@@ -115,7 +115,7 @@ OWN = """
 class Env:
     seen = torch.full((2,), float(rank))
     def state_dict(self):
-        return {"seen": self.seen, "same": 1}
+        return {"seen": self.seen, "same": torch.ones(2, dtype=torch.cfloat).conj()}
     def load_state_dict(self, state):
         self.seen = state["seen"]
 env, scale = Env(), nn.BatchNorm1d(4).requires_grad_(False)
