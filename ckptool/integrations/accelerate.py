@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 
 from ckptool.errors import UsageError
 from ckptool.integrations.shared import Fetches, committed, rotate, saved_folders
 from ckptool.output import make_folder
 from ckptool.training.run_folder import Lock, to_stderr
 from ckptool.training.saving import loaded, to_cpu
-from ckptool.training.state import SUFFIX, Objects, differing, with_own
+from ckptool.training.state import SUFFIX, Objects, ranks_with_own, with_own
 from ckptool.training.store import commit_file, newest_whole
 
 _NAME = re.compile(r"checkpoint_(\d{1,18})")
@@ -114,8 +114,8 @@ class AcceleratorCheckpoints:
         is_epoch_end = bool(self._fetches.fetched) and getattr(self._loader, "end_of_dataloader", False)
         states = {name + SUFFIX: state for name, state in self.objects.states_of_others().items()}
         states |= {name + SUFFIX: self.objects.buffers(name) for name in self.objects.modules}
-        of_process = differing(states, lambda value: broadcast_object_list([value])[0])
-        ranks = gather_object([self._fetches.state(0 if is_epoch_end else self._fetches.fetched) | of_process])
+        rank = self._fetches.state(0 if is_epoch_end else self._fetches.fetched)
+        ranks = ranks_with_own(rank, states, lambda value: gather_object([value]))
         target = os.path.join(self.folder, f"checkpoint_{self.step}")
         with committed(target, self.step, main, accelerator.wait_for_everyone) as temporary:
             project = accelerator.project_configuration

@@ -28,7 +28,7 @@ from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
 from ckptool.training.saving import Saver, checked_rules, loaded, number, refuse_not_plain, to_cpu
 from ckptool.training.seen import Looks
-from ckptool.training.state import SUFFIX, Objects, Window, differing, with_own
+from ckptool.training.state import SUFFIX, Objects, Window, ranks_with_own, with_own
 from ckptool.training.stopping import SIGNALS, Stopping, counters_around, left_by_break, loop_frame, stopping
 from ckptool.training.store import LOGGED, Retention, RunFolder, SavedState
 
@@ -654,13 +654,12 @@ class Run:
         facts = {**self._facts(point), **(facts or {})}
 
         def gather() -> dict[str, Any]:  # all take part, and only the first has the tree, unless it is divided
-            of_process: dict[str, Any] = {}
+            states: dict[str, Any] = {}
             if self.world.distributed and point.rank:  # a `TrainerRun` has no rank state
                 states = {"values": self.values, **{name + SUFFIX: state for name, state in point.states.items()}}
                 not_broadcast = self.objects.modules.keys() - self._broadcast
                 states |= {name + SUFFIX: self.objects.buffers(name) for name in not_broadcast}
-                of_process = differing(states, self.world.broadcast)
-            ranks = self.world.gather({**point.rank, **of_process})
+            ranks = ranks_with_own(point.rank, states, self.world.gather)
             return self._tree(point, ranks) if self.world.is_first or self.objects.is_divided else {}
 
         self._saver.save(self.step, gather, facts)

@@ -194,11 +194,13 @@ def plain_state(state: Tree) -> Tree:
 def refuse_not_plain(value: Any, what: str) -> None:
     """Raises `UsageError` for a value that `torch.load(weights_only=True)` would not read."""
     if name := not_plain(value):
-        raise UsageError(
-            f"{what} holds {name}",
-            "Only plain values and tensors are saved, so that the file opens anywhere.",
-            "Convert it: float(x), x.tolist(), list(x), dict(x)",
-        )
+        raise not_saved(f"{what} holds {name}")
+
+
+def not_saved(what: str) -> UsageError:
+    """The error for what is not plain."""
+    why = "Only plain values and tensors are saved, so that the file opens anywhere."
+    return UsageError(what, why, "Convert it: float(x), x.tolist(), list(x), dict(x)")
 
 
 def not_plain(value: Any) -> str:

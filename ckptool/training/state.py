@@ -20,7 +20,7 @@ from ckptool.training.batches import parts_of, saves
 from ckptool.training.optim import Average, load_optimizer
 from ckptool.training.parallel import has_divided, local, state_like
 from ckptool.training.rng import is_generator, same
-from ckptool.training.saving import digest, plain_state, refuse_not_plain, to_cpu
+from ckptool.training.saving import digest, not_plain, not_saved, plain_state, refuse_not_plain, to_cpu
 
 Optimizer = torch.optim.Optimizer
 Schedule = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -266,23 +266,31 @@ class Objects:
         }
 
 
-def differing(states: Mapping[str, Any], broadcast: Callable[[Any], Any]) -> dict[str, Any]:
-    """How states differ from the first process's: their parts, under `own`, and the names that only that has, under
-    `lacking`. broadcast: gives the value of the first process. Raises `UsageError` for parts that are not plain."""
-    dicts = {key: state for key, state in states.items() if isinstance(state, dict)}
-    digests = {key: {name: digest(part) for name, part in state.items()} for key, state in dicts.items()}
-    first = broadcast(digests)
-    parts = {
-        key: {name: dicts[key][name] for name, text in texts.items() if first[key].get(name) != text}
-        for key, texts in digests.items()
-    }
-    refuse_not_plain(parts, "the state of a process")
-    lacking = {key: [name for name in first[key] if name not in state] for key, state in dicts.items()}
-    return {"own": parts, "lacking": lacking} if any((*parts.values(), *lacking.values())) else {}
+def ranks_with_own(
+    rank: Mapping[str, Any], states: Mapping[str, Any], gather: Callable[[Any], list[Any]]
+) -> list[dict[str, Any]]:
+    """What is saved for each process: its `rank`, and how its states differ from those of the first one: their parts,
+    under `own`, and the names that only that has, under `lacking`.
+
+    gather: gives the values of all processes. Raises `UsageError` in all of them for a state that is not plain.
+    """
+    dicts = {key: plain_state(state) for key, state in states.items() if isinstance(state, dict)}
+    names = {key.removesuffix(SUFFIX): not_plain(state) for key, state in dicts.items()}
+    refused = next((f"the state of {key} holds {name}" for key, name in names.items() if name), "")
+    digests = {} if refused else {key: {name: digest(part) for name, part in dicts[key].items()} for key in dicts}
+    outcomes = gather((refused, digests))
+    for what in (text for text, _ in outcomes if text):
+        raise not_saved(what)
+    first, parts, lacking = outcomes[0][1], {}, {}
+    for key, texts in digests.items():
+        parts[key] = {name: dicts[key][name] for name, text in texts.items() if first[key].get(name) != text}
+        lacking[key] = [name for name in first[key] if name not in texts]
+    differs = any((*parts.values(), *lacking.values()))
+    return gather({**rank, **({"own": parts, "lacking": lacking} if differs else {})})
 
 
 def with_own(tree: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved tree with the states of a process, of which `differing` gave `rank`."""
+    """A saved tree with the states of a process, of which `ranks_with_own` gave `rank`."""
     states = {key: {**tree[key], **parts} for key, parts in rank.get("own", {}).items()}
     for key, names in rank.get("lacking", {}).items():
         states[key] = {name: part for name, part in states[key].items() if name not in names}

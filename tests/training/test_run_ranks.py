@@ -11,10 +11,13 @@ import random
 import re
 import signal
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -22,6 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ckptool
+from ckptool.errors import UsageError
+from ckptool.training.state import ranks_with_own
 from tests.support.killed_loops import run_and_exit
 from tests.support.looped import sliced
 from tests.support.small_runs import contents_but_lock
@@ -150,6 +155,27 @@ def test_what_differs_between_processes_is_saved_of_each_and_any_of_them_may_mar
     assert "own" not in first and second["own"].keys() >= {"values", "env_state_dict"}
     assert second["lacking"]["values"] == ["best"]
     assert second["own"]["values"].keys() == {"last"} and second["own"]["env_state_dict"].keys() == {"seen"}
+
+
+@pytest.mark.parametrize("odd", [(0, 1), (1,)])
+def test_a_state_of_one_process_that_cannot_be_saved_is_refused_in_all(odd: tuple[int, ...]) -> None:
+    """Else the others would wait for it."""
+    values, barrier = list[Any]([None, None]), threading.Barrier(2, timeout=5)
+
+    def work(rank: int) -> None:
+        def gather(value: Any) -> list[Any]:
+            values[rank] = value
+            barrier.wait()
+            gathered = [*values]
+            barrier.wait()
+            return gathered
+
+        state = {"a": numpy.ones(1) if rank in odd else 1}
+        with pytest.raises(UsageError, match=r"the state of env holds numpy\.ndarray"):
+            ranks_with_own({}, {"env_state_dict": state}, gather)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
 
 
 ALL = list(itertools.product(("ddp", "fsdp"), SHAPES, (1, 2), (2, 3), ("one", "all", "stop")))
