@@ -208,7 +208,7 @@ async def _get(fs: Any, path: str, url: str, headers: dict[str, str], start: int
                 return Served(b"".join(blocks), int(size) if full_size is None else full_size, tag, when)
             if status in (404, 410):
                 raise file_problem(FileNotFoundError(ENOENT, ""), url, "read")
-            message = foreign(fields.get("X-Error-Message") or f"{status} {answer.reason}")
+            message = foreign(fields.get("X-Error-Message") or f"{status} {answer.reason or ''}".rstrip())
             if status in (401, 403, 407):
                 raise _denied(url, message)
             if status in (408, 425, 429) or status >= 500:
