@@ -49,7 +49,8 @@ def zero_notes(source: Input | None, tree: Any) -> list[Note]:
                     steps = zip(part.shape, part.stride, strict=True)
                     row = item * min((step for count, step in steps if count > 1 and step > 1), default=0)
                 place = Located(data.offset + start, data.offset + stop, item, row, address(path) or "its values")
-                places[data.file].setdefault(place.begin, place)
+                other = places[data.file].get(place.begin, place)  # a smaller view, or an empty tensor
+                places[data.file][place.begin] = max(other, place, key=lambda each: each.end)
     notes = []
     for file, by_begin in places.items():
         spans = sorted(by_begin.values())

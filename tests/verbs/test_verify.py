@@ -132,8 +132,10 @@ def test_zeros_at_the_end_of_every_row_are_of_the_model(transposed: bool, tmp_pa
         array = values.numpy().T if transposed else values.numpy()
         numpy.save(tmp_path / "a.npy", array)
         view = torch.cat([torch.ones(7), values.flatten()])[7:].view_as(values)  # not where its storage begins
-        torch.save({"w": view.t() if transposed else view}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
-        for name in ("a.npy", "a.pt"):
+        tree = {"first": view[:1], "w": view.t() if transposed else view}
+        torch.save(tree, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+        safetensors.torch.save_file({"empty": torch.ones(0), "w": values.clone()}, tmp_path / "a.safetensors")
+        for name in ("a.npy", "a.pt", "a.safetensors"):
             codes = [note.code for note in verify(tmp_path / name).notes]
             assert codes == ["zeros-half-way"] * (number == 4), (name, number)
 
