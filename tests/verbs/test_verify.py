@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import zipfile
@@ -75,12 +76,21 @@ def test_where_there_are_no_checksums_it_says_so(tmp_path: Path) -> None:
         assert found.to_dict()["checksums"] == "none"
 
 
+def has_holes_of_a_page(folder: Path) -> bool:
+    with (folder / "holes").open("wb") as file:
+        file.truncate(1 << 16)
+        os.pwrite(file.fileno(), b"1", 8192)
+        return [os.lseek(file.fileno(), at, os.SEEK_HOLE) for at in (0, 8192)] == [0, 12288]
+
+
 @looped(
     "suffix, connections, holes",
     [("safetensors", 1, False), ("safetensors", 4, True), ("pt", 1, False), ("pt", 1, True)],
 )
 def test_a_download_that_was_broken_off(suffix: str, connections: int, holes: bool, tmp_path: Path) -> None:
     """Made at its full size, and filled by several connections, each of which was cut somewhere."""
+    if connections > 1 and not has_holes_of_a_page(tmp_path):
+        pytest.skip("the file system keeps no holes of a page")
     torch.manual_seed(1)
     random, tree = Random(1), {f"l{number}.weight": torch.randn(2, 33_000) for number in range(4)}
     is_legacy = suffix == "pt"  # where a cut before the last storage shows in its counts
