@@ -219,7 +219,7 @@ def not_plain(value: Any) -> str:
     return ""
 
 
-def digest(value: Any) -> str:
+def state_digest(value: Any) -> str:
     """A digest of a plain value with its tensors, the same for equal ones in every process."""
     hashed, stack = blake2b(digest_size=16), [value]
     while stack:

@@ -20,7 +20,7 @@ from ckptool.training.batches import parts_of, saves
 from ckptool.training.optim import Average, load_optimizer
 from ckptool.training.parallel import has_divided, local, state_like
 from ckptool.training.rng import is_generator, same
-from ckptool.training.saving import digest, not_plain, not_saved, plain_state, refuse_not_plain, to_cpu
+from ckptool.training.saving import not_plain, not_saved, plain_state, refuse_not_plain, state_digest, to_cpu
 
 Optimizer = torch.optim.Optimizer
 Schedule = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -277,7 +277,7 @@ def ranks_with_own(
     dicts = {key: plain_state(state) for key, state in states.items() if isinstance(state, dict)}
     names = {key.removesuffix(SUFFIX): not_plain(state) for key, state in dicts.items()}
     refused = next((f"the state of {key} holds {name}" for key, name in names.items() if name), "")
-    digests = {} if refused else {key: {name: digest(part) for name, part in dicts[key].items()} for key in dicts}
+    digests = {} if refused else {key: {name: state_digest(part) for name, part in dicts[key].items()} for key in dicts}
     outcomes = gather((refused, digests))
     for what in (text for text, _ in outcomes if text):
         raise not_saved(what)
