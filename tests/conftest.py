@@ -31,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "not soak" in config.option.markexpr:
         os.fsync = lambda file: os.fstat(file if isinstance(file, int) else file.fileno()) and None
 
+
 # How long an example takes says more of the machine than of the code.
 hypothesis.settings.register_profile(
     "timeless", max_examples=examples(150), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
