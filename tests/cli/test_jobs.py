@@ -48,6 +48,7 @@ WORK = {
     "inspect": [["inspect", "*"], ["inspect", "*", "--json"]],
     "convert": [["convert", "*", "--to", "safetensors", "-d", "../out"], ["convert", "*", "--all", "--to",
                 "safetensors", "-d", "../out", "--skip-refused", "--json"]],
+    "doctor": [["doctor", "*", "--fix", "-d", "../out", "--skip-refused"]],
     "strip-module": [["strip-module", "*", "--in-place", "--partial"],
                      ["strip-module", "*", "*", "--in-place", "--partial"]],
     "cast": [["cast", "*", "--dtype", "bf16", "-d", "../out", "--verify"],
@@ -217,6 +218,11 @@ def test_work_is_done_in_the_folder_that_it_was_asked_in(tmp_path: Path, monkeyp
     assert not is_done and "has no folder" in error.what and three_parts(error)
     is_done, report = workers._outcome_in(str(tmp_path / "none"), {}, ckptool.verify, str(tmp_path / "here" / "m.pt"))
     assert is_done and report.fine
+    gone = str(tmp_path / "gone")  # while it is worked on there: what comes next is not lost for it
+    for _ in range(2):
+        os.mkdir(gone)
+        assert workers._outcome_in(gone, {}, os.rmdir, gone) == (True, None)
+        assert os.getcwd() == str(tmp_path / "there")
 
 
 def test_a_cluster_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
