@@ -144,6 +144,8 @@ def test_help_shows_every_option(name: str) -> None:
     for option in options[declared[1]].__annotations__ if declared else ():
         assert shown[option].kind is inspect.Parameter.KEYWORD_ONLY and not shown[option].default
         assert f"{option}: " in (function.__doc__ or "")
+    told = re.findall(r"(?m)^    (\w+): ", function.__doc__ or "")
+    assert len(told) == len({*told}), "a parameter is explained twice"
 
 
 def test_every_public_function_is_a_verb() -> None:

@@ -26,7 +26,7 @@ from ckptool.commands import command, option
 from ckptool.conventions.state_dicts import kinds_of
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Unsupported, UsageError, counted, listed, printable
 from ckptool.facts import LIVE, Bytes, Report, Table, Told, Unit, age, bold, dataclass, dim, green, red, size, yellow
-from ckptool.formats import PathLike, marks, members, sharded
+from ckptool.formats import PathLike, marks, members, sharded, unwritten
 from ckptool.formats.folder import MEMBERS, is_set_aside, plain_name
 from ckptool.formats.layouts import deepspeed, megatron, torch_checkpointing
 from ckptool.formats.members import all_uses, is_pickled
@@ -376,10 +376,12 @@ def _file_row(full: bool, path: str) -> ScannedFile:
     checkpoint = formats.read(path)
     contents = listing(checkpoint)
     codes = dict.fromkeys(note.code for note in contents.notes if note.code not in (UNSAFE, PART, MEMBERS))
+    notes = [*marks.recovered_notes(checkpoint.metadata), *(n for n in contents.notes if n.code == UNSAFE)]
     if full:
         from ckptool.analysis.verify import ALL, verified
 
         report = verified(open_input(path))[0]
+        notes = [*(note for note in report.notes if note.code == unwritten.HALF_WAY), *notes]
         if report.checksums != ALL:
             codes[NO_SUMS] = None
         if problems := report.problems:
@@ -392,15 +394,12 @@ def _file_row(full: bool, path: str) -> ScannedFile:
     elif members.BESIDE_WEIGHTS.fullmatch(name) and (name.startswith(members.NO_WEIGHTS) or not is_model):
         state, problem = MEMBER, "belongs to weights, and is not a checkpoint by itself"
     else:
-        notes = [*marks.recovered_notes(checkpoint.metadata), *(n for n in contents.notes if n.code == UNSAFE)]
         state, problem = (notes[0].code, notes[0].message) if notes else (GOOD, "")
     nbytes, modified = size_at(path)
     step_facts = {key: value for key, value in checkpoint.metadata.items() if key == "step"}
-    count = 0
-    if folder_at(path):
-        layout = members.members_of(checkpoint, Folder(path))
-        count = layout.count if layout is not None else 0
-        step_facts |= members.step_of(path)
+    layout = members.members_of(checkpoint, Folder(path)) if folder_at(path) else None
+    step_facts |= members.step_of(path) if folder_at(path) else {}
+    count = layout.count if layout is not None else 0
     source: Any = checkpoint.source
     if isinstance(source, Folder) or source.far:  # a listing of a folder elsewhere has neither sizes nor times
         nbytes = source.size

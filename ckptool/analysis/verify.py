@@ -49,7 +49,7 @@ from ckptool.facts import (
 from ckptool.formats import marks, members, part_of, sharded
 from ckptool.formats.checksums import checksums
 from ckptool.formats.folder import CODE, MEMBERS
-from ckptool.formats.unwritten import zero_notes
+from ckptool.formats.unwritten import HALF_WAY, zero_notes
 from ckptool.formats.zip.directory import LOCAL, Archive, Record, read_archive, record_of
 
 ALL, SOME, NONE = "all", "some", "none"
@@ -137,9 +137,10 @@ class Verification(Report):
 
     @property
     def fine(self) -> bool:
-        """True if nothing is wrong with what was checked."""
+        """True if nothing is wrong with what was checked, and no zeros look like a broken download."""
         is_finite = all(row.unset for row in self.non_finite or ())
-        return not self.problems and is_finite and (self.against is None or self.against.same)
+        is_filled = all(note.code != HALF_WAY for note in self.notes)
+        return not self.problems and is_finite and is_filled and (self.against is None or self.against.same)
 
     def told(
         self,

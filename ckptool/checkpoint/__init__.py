@@ -6,13 +6,14 @@ Nothing here reads a byte until it is asked to, and nothing changes once it is m
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import field
 from enum import Enum
 from functools import lru_cache
 from importlib import import_module
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, SupportsIndex
 
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Input, Source, unchanged
@@ -94,6 +95,13 @@ class Computed:
     view: Callable[[int, int], memoryview] | None = None
     concatenated: bool = False
     checks: bool = False
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Raises `UsageError` for what only this process can make, unless that is copied in it."""
+        if "<locals>" in getattr(self.read, "__qualname__", "") and sys._getframe(1).f_globals["__name__"] != "copy":
+            fix = "Write them by ckptool.save(tree, PATH), or read them first: ckptool.load(checkpoint), entry.torch()"
+            raise UsageError("values in memory, or computed as they are read, cannot be pickled as entries", "", fix)
+        return object.__reduce_ex__(self, protocol)
 
 
 Data = InlineBytes | FileRange | Computed

@@ -191,6 +191,8 @@ class _Missing:
     def __repr__(self) -> str:
         return "MISSING"
 
+    __reduce__ = __repr__  # copies are this one, in other processes, too
+
 
 MISSING = _Missing()
 

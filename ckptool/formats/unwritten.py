@@ -16,6 +16,7 @@ from ckptool.checkpoint.tree import address, stored_parts, walk
 from ckptool.errors import listed
 from ckptool.facts import size
 
+HALF_WAY = "zeros-half-way"
 PAGE = 4096  # bytes; what reaches the disk together, and fewer zeros tell nothing
 BLOCK = 1 << 16
 MOST_HOLES = 1000
@@ -61,7 +62,7 @@ def zero_notes(source: Input | None, tree: Any) -> list[Note]:
             where = listed([f"{place.name} (byte {begin:,})" for place, begin, _ in half_way], 3)
             what = f"{nbytes} of {file} are zeros that begin in the middle of {where}"
             why = "as in a download that was broken off; compare its SHA-256 with the source's"
-            notes.append(Note("zeros-half-way", f"{what}, {why}"))
+            notes.append(Note(HALF_WAY, f"{what}, {why}"))
     return notes
 
 

@@ -9,6 +9,7 @@ to the file that they are in, and absolute from then on.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import typing
@@ -81,7 +82,7 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _one(self) -> Section:
         if self.one_of and sum(getattr(self, name) is not None for name in self.one_of) != 1:
-            raise ValueError(f"give {' or '.join(self.one_of)}, exactly one of the two")
+            raise ValueError(f"give {' or '.join(self.one_of)}, exactly one of the two (null is none)")
         return self
 
 
@@ -305,7 +306,7 @@ class Fsdp(Section):
 class Config(Section):
     """A whole run."""
 
-    run: str = key(..., "the folder of the run", FREE)
+    run: str = key(..., "the folder of the run", FREE, min_length=1)
     seed: Count = key(0, "with step and place, the source of all randomness")
     device: str = key("auto", "auto | cpu | cuda | cuda:1 | mps", FREE)
     strategy: Strategy = key(
@@ -410,6 +411,8 @@ def rooted(value: Any, folder: str, place: tuple[Any, ...] = ()) -> Any:
         return [rooted(item, folder, (*place, index)) for index, item in enumerate(value)]
     if not isinstance(value, str):
         return value
+    if value.startswith("~/"):
+        value = os.path.expanduser(value)
     is_path = value.startswith(("./", "../")) if "args" in place else _names_file(value) or place[-1:] == ("from",)
     path, separator, address = value.partition("#")
     return absolute(os.path.join(folder, path)) + separator + address if is_path and path else value
@@ -471,38 +474,41 @@ class ChangedKey(NamedTuple):
 
 
 def changes(before: Config, after: Config) -> list[ChangedKey]:
-    """The keys that differ, each with its rule."""
-    old, new = (dict(_leaves(portable(config.dumped()))) for config in (before, after))
-    keys = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
+    """The keys that differ, without `run`, each with its rule."""
     settings = (*before.optim.values(), *after.optim.values())
     followed = any(optim.schedule is not None and optim.schedule.follows_evaluation for optim in settings)
     rules = dict.fromkeys(("eval.every", "eval.metric", "eval.ema"), DECLARED) if followed else {}
-    return [ChangedKey(key, old.get(key), new.get(key), rules.get(key) or rule_of(key)) for key in keys]
+    differing = _differing({**before.dumped(), "run": after.run}, after.dumped(), "")
+    return [ChangedKey(key, old, new, rules.get(key) or rule_of(key)) for key, old, new in differing]
 
 
-def _leaves(values: Any, place: Place = ()) -> Iterator[tuple[str, Any]]:
-    if isinstance(values, dict) and values:
-        for key, value in values.items():
-            yield from _leaves(value, (*place, key))
-    elif isinstance(values, list) and any(isinstance(value, (dict, list)) for value in values):
-        for index, value in enumerate(values):
-            yield from _leaves(value, (*place, index))
-    else:
-        yield ".".join(map(str, place)), values
+def _differing(old: Any, new: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    """The keys whose values differ, with both. A section that one of the two has not, or lacks a key of, is a value."""
+    if isinstance(old, dict) and isinstance(new, dict) and old.keys() <= new.keys():
+        for name, value in new.items():
+            yield from _differing(old.get(name), value, f"{key}.{name}".lstrip("."))
+    elif portable(old) != portable(new):
+        yield key, old, new
 
 
 def refuse_fixed(changed: Sequence[ChangedKey], assignments: Sequence[str], folder: str) -> None:
     """Raises `Conflict` for changes of fixed keys, and of declared ones that no assignment (`--set`) names."""
     fixed = [change for change in changed if change.rule == FIXED]
-    keys = [assignment.partition("=")[0] for assignment in assignments]
-    named = [change.key for change in changed if any(f"{change.key}.".startswith(f"{key}.") for key in keys)]
+    keys = [assignment.partition("=")[0].strip(": ") + "." for assignment in assignments]
+    named = [c.key for c in changed if any(f"{c.key}.".startswith(key) or key.startswith(f"{c.key}.") for key in keys)]
     silent = [change for change in changed if change.rule == DECLARED and change.key not in named]
     if wrong := fixed + silent:
-        lines = [f"{change.key} was {change.before!r}, and is now {change.after!r}" for change in wrong]
+        lines = [f"{change.key} was {_typed(change.before)}, and is now {_typed(change.after)}" for change in wrong]
+        words = [f"{change.key}={_typed(change.after)}" for change in (changed if fixed else silent)]
         raise Conflict(
             f"{folder} cannot continue with a changed configuration: " + "; ".join(lines),
             "The result would belong to neither configuration. Nothing was changed.",
-            f"Start another run: {command('train', os.path.join(folder, CONFIG), set='run=OTHER')}, and the changes"
+            f"Start another run: {command('train', os.path.join(folder, CONFIG), set=[*words, 'run=OTHER'])}"
             if fixed
-            else f"Confirm the change: {arg(set=f'{wrong[0].key}={wrong[0].after}')}",
+            else f"Confirm the change: {arg(set=words)}",
         )
+
+
+def _typed(value: Any) -> str:
+    """A value as it is typed in a configuration."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

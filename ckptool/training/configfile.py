@@ -36,6 +36,7 @@ _WORDS = {  # for pydantic's errors by type; the others keep its words, without 
     "string_pattern_mismatch": "should be the name of a file, like profile.json",
 }
 _KINDS: dict[type, str] = {list: "a list", dict: "a section"}
+_HABITS = {"learning_rate": "lr", **dict.fromkeys(("amp", "bf16", "fp16"), "precision")}  # of other programs
 _BEGIN = re.compile("^(Input|String|Value error,) ")
 MAX_DEPTH, MAX_VALUES, MAX_BITS = 64, 100_000, 1_024  # more than any real configuration has
 
@@ -87,10 +88,7 @@ def checked(values: Any, path: str, lines: Mapping[Place, int] | None = None, ch
             continue  # another branch of a union; the problem with the branch that was meant is below this place
         key, kind, value = dotted(place), causes[0]["type"], causes[0].get("input")
         if kind == "extra_forbidden":
-            *_, (_, section) = ((None, Config), *descend(place[:-1]))
-            close = difflib.get_close_matches(str(place[-1]), keys_of(section), 1)
-            meant = _places_of(str(place[-1]), values) or [dotted((*place[:-1], name)) for name in close]
-            words = f"unknown key {key}" + (f"; did you mean {', or '.join(meant)}?" if meant else "")
+            words = f"unknown key {key}{_meant(place, values)}"
         elif kind == "missing":
             words = f"{key} is missing"
         else:  # several problems are several branches of a union
@@ -107,15 +105,26 @@ def checked(values: Any, path: str, lines: Mapping[Place, int] | None = None, ch
     )
 
 
-def _places_of(key: str, values: dict[str, Any]) -> list[str]:
-    """Where a section has a key of this name, which was written in another one."""
-    places: list[Place] = []
-    for name, field in keys_of(Config).items():
-        if key in keys_of(section_in(field.annotation)):
-            sections = values.get(name)
-            owners = list(sections) if is_named(field) and isinstance(sections, dict) else []
-            places += [(name, owner, key) for owner in owners] if is_named(field) else [(name, key)]
-    return [dotted(place) for place in places]
+def _meant(place: Place, values: dict[str, Any]) -> str:
+    """What may be meant by an unknown key: that of another section, one like it or a word of it, or an argument."""
+    *_, (_, section) = ((None, Config), *descend(place[:-1]))
+    name, beside = _HABITS.get(str(place[-1]), str(place[-1])), keys_of(section)
+    elsewhere: dict[str, str] = {}  # by their places
+    for key, field in keys_of(Config).items():
+        owners = values[key] if isinstance(values.get(key), dict) else field.default
+        for prefix in [f"{key}.{owner}" for owner in owners] if is_named(field) else [key]:
+            elsewhere |= {f"{prefix}.{inner}": inner for inner in keys_of(section_in(field.annotation))}
+
+    def like(words: Sequence[str], keys: Mapping[str, str], cutoff: float = 0.6) -> list[str]:
+        close = [match for word in words for match in difflib.get_close_matches(word, keys.values(), 1, cutoff)]
+        return [place for place, key in keys.items() if key in close]
+
+    siblings = {dotted((*place[:-1], key)): key for key in beside}
+    meant = like([name], elsewhere, 1) or like([name], siblings) or like(name.split("_"), siblings)
+    if not meant and "args" in beside:
+        return f"; arguments go into {dotted((*place[:-1], 'args'))}"
+    meant = meant or like([name], elsewhere) or like(name.split("_"), elsewhere, 1)
+    return f"; did you mean {', or '.join(meant)}?" if meant else ""
 
 
 def _place(loc: Place, values: Any, missing: bool) -> Place:
@@ -184,13 +193,14 @@ Loader.add_implicit_resolver(
 def loaded(text: str, where: str) -> tuple[Any, dict[Place, int]]:
     """The plain values of a YAML text, and the line of every key. A `UsageError` begins with `where` and the line."""
     try:
-        root = yaml.compose(text, Loader=Loader)
+        loader = Loader(text)
+        root = loader.get_single_node()
         lines = dict(_lines(root, (), set())) if root is not None else {}
-        values = yaml.load(text, Loader=Loader)
+        values = loader.construct_document(root) if root is not None else None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
-        problem = getattr(error, "problem", None) or str(error)
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
         raise UsageError(f"{place}: not valid YAML: {problem}") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
         raise UsageError(f"{where}: a value does not fit its type or is nested too deep") from None
@@ -205,6 +215,8 @@ def _lines(node: yaml.Node, place: Place, seen: set[int]) -> Iterator[tuple[Plac
     children: list[tuple[Any, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):  # the loader refuses keys that are no scalars
         children = [(key.value, key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)]
+        for _, key, _ in children:
+            key.tag = key.tag if key.tag.endswith(":merge") else "tag:yaml.org,2002:str"  # `on` is no `True`
     elif isinstance(node, yaml.SequenceNode):
         children = [(index, value, value) for index, value in enumerate(node.value)]
     keys = set()

@@ -45,14 +45,15 @@ class Choice:
     """What the names at a key of the configuration stand for: built in, a class of torch, or `file.py:NAME`.
 
     key: its name in messages.  yours: what `file.py:NAME` is or does, in words.  built_in: by name.  classes: torch's,
-    by name in lower case; `step` and `step_lr` are StepLR.  gives: what a call must return, in words, and the test for
-    it.
+    by name in lower case; `step` and `step_lr` are StepLR.  unfit: those that cannot be named, and why.  gives: what a
+    call must return, in words, and the test for it.
     """
 
     key: str
     yours: str
     built_in: Mapping[str, Any] = field(default_factory=dict)
     classes: Mapping[str, Any] = field(default_factory=dict)
+    unfit: Mapping[str, str] = field(default_factory=dict)
     gives: tuple[str, Callable[[Any], bool]] = ("", lambda value: True)
 
     @property
@@ -66,17 +67,19 @@ class Choice:
             return import_user_code(name, self.key)
         if name in self.built_in:
             return self.built_in[name]
-        plain = name.lower().replace("_", "")
+        plain = name.removeprefix("torch.optim.").removeprefix("lr_scheduler.").lower().replace("_", "")
         for spelling in (plain, f"{plain}lr", plain.removesuffix("lr")):
+            if spelling in self.unfit:
+                raise UsageError(f"{self.key}: {name} {self.unfit[spelling]}", "", self.typed)
             if spelling in self.classes:
                 return self.classes[spelling]
         names = {entry.lower(): entry for entry in self.built_in}
-        names |= {key: entry.__name__ for key, entry in self.classes.items()}
-        close = difflib.get_close_matches(plain, names, 1)
+        names |= {key: entry.__name__ for key, entry in self.classes.items() if key not in self.unfit}
+        close = [key for key in names if len(plain) > 3 and plain in key] or difflib.get_close_matches(plain, names, 1)
         raise UsageError(
             f"{self.key}: there is no {name!r}",
             f"Known: {listed(sorted(names.values()), 40)}." if names else "Nothing is built in.",
-            (f"Did you mean {names[close[0]]}? " if close else "") + self.typed,
+            f"Did you mean {' or '.join(names[key] for key in close)}? " * bool(close) + self.typed,
         )
 
     def make(self, name: str, args: Mapping[str, Any], *first: Any) -> Any:

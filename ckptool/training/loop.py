@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from difflib import get_close_matches
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -105,10 +106,11 @@ def remember(trainer: Trainer, metrics: dict[str, float]) -> None:
     if not metrics and not stop.patience:
         return  # nothing is held out
     if settings.metric not in metrics:
+        close = get_close_matches(settings.metric, metrics, 1, 0)
         raise UsageError(
             f"eval.metric is {settings.metric}, which the task does not give",
             f"It gives: {', '.join(metrics)}." if metrics else "No data is held out to evaluate on.",
-            arg(set=f"eval.metric={next(iter(metrics))}") if metrics else arg(set="stop.patience=null"),
+            arg(set=f"eval.metric={close[0]}" if close else "stop.patience=null"),
         )
     if trainer.step % trainer.eval_every:
         return

@@ -44,10 +44,12 @@ def build_model(
     does not.
     """
     builder = MODELS.find(settings.name)
-    signature = signature_of(builder) if callable(builder) else None
-    takes = signature.parameters if signature is not None else ()
+    takes = getattr(signature_of(builder), "parameters", ()) if callable(builder) else ()
     facts = {fact: value for fact, value in data.about.items() if fact in takes and fact not in settings.args}
     model: nn.Module = MODELS.make(settings.name, {**facts, **settings.args})
+    if lazy := [parameter for parameter, value in model.named_parameters() if hasattr(value, "materialize")]:
+        what = f"models.{name}: parameters of lazy modules have no shape yet: {listed(lazy, 4)}"
+        raise UsageError(what, "", "Give the modules their sizes, or pass them a batch where the model is built.")
     if fresh or names_code(settings.init):  # of the user's: it may replace parameters
         INIT.call(settings.init, {}, model)
     if not fresh or (path := settings.from_) is None:

@@ -30,8 +30,8 @@ Parameters = Mapping[str, nn.Parameter]
 OPTIMIZERS = Choice(
     "optim",
     "is called with (parameters, lr=…, **args) and gives a torch.optim.Optimizer",
-    # Without LBFGS, which calls a closure for the loss several times in a step.
-    classes={name: kind for name, kind in classes_of(torch.optim, torch.optim.Optimizer).items() if name != "lbfgs"},
+    classes=classes_of(torch.optim, torch.optim.Optimizer),
+    unfit={"lbfgs": "asks for the loss several times in a step, which is computed once here"},
     gives=("a torch.optim.Optimizer", lambda value: isinstance(value, torch.optim.Optimizer)),
 )
 
@@ -194,12 +194,11 @@ SCHEDULES = Choice(
     "is a function of the step that gives a factor; or a class, or a function whose first argument is optimizer, "
     "that gives a torch schedule, as LambdaLR(optimizer, …)",
     {"warmup_cosine": warmup_cosine, "inverse_sqrt": inverse_sqrt, "warmup_linear": warmup_linear},
-    # Without schedules that take functions or other schedules, which no configuration can hold.
-    {
-        name: kind
-        for name, kind in classes_of(lr_scheduler, LRScheduler).items()
-        if name not in ("lambdalr", "multiplicativelr", "sequentiallr", "chainedscheduler")
-    },
+    classes_of(lr_scheduler, LRScheduler),
+    dict.fromkeys(
+        ("lambdalr", "multiplicativelr", "sequentiallr", "chainedscheduler"),
+        "takes functions or other schedules, which no configuration can hold",
+    ),
     gives=("a torch.optim.lr_scheduler.LRScheduler", lambda value: isinstance(value, LRScheduler)),
 )
 

@@ -281,7 +281,7 @@ def ranks_with_own(
     outcomes = gather((refused, digests))
     for what in (text for text, _ in outcomes if text):
         raise not_saved(what)
-    first, parts, lacking = outcomes[0][1], {}, {}
+    first, parts, lacking = {key: outcomes[0][1].get(key, {}) for key in digests}, {}, {}
     for key, texts in digests.items():
         parts[key] = {name: dicts[key][name] for name, text in texts.items() if first[key].get(name) != text}
         lacking[key] = [name for name in first[key] if name not in texts]
@@ -291,7 +291,8 @@ def ranks_with_own(
 
 def with_own(tree: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, Any]:
     """A saved tree with the states of a process, of which `ranks_with_own` gave `rank`."""
-    states = {key: {**tree[key], **parts} for key, parts in rank.get("own", {}).items()}
+    others = {key: state for key, state in tree.items() if isinstance(state, dict)}  # some that only this process has
+    states = {key: {**others.get(key, {}), **parts} for key, parts in rank.get("own", {}).items()}
     for key, names in rank.get("lacking", {}).items():
         states[key] = {name: part for name, part in states[key].items() if name not in names}
     return {**tree, **states}

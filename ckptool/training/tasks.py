@@ -145,9 +145,3 @@ TASKS = Choice(
     {"classify": classify, "regress": regress, "lm": lm, "gan": gan},
     gives=("a ckptool.training.tasks.Task", lambda value: isinstance(value, Task)),
 )
-
-
-def load_task(name: str) -> Task:
-    """The task that a configuration names, or the user's own: a function without arguments that gives a `Task`."""
-    task: Task = TASKS.make(name, {})
-    return task

@@ -40,7 +40,7 @@ from ckptool.training.saving import loaded, refuse_not_plain
 from ckptool.training.state import SUFFIX, Objects, Window
 from ckptool.training.stopping import Stopping, stopping
 from ckptool.training.store import RunFolder, SavedState, check, described, file_digest, files_of, size_of
-from ckptool.training.tasks import Task, load_task
+from ckptool.training.tasks import TASKS, Task
 
 
 @dataclass(slots=True)
@@ -149,15 +149,16 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
 
     say: called with each note.  fresh: False for one that is given a saved state next, and needs no other checkpoint.
     """
-    data, task = load_data(config.data, config.seed), load_task(config.task)
+    data, task = load_data(config.data, config.seed), TASKS.make(config.task, {})
     if missing := [phase.model for phase in task.phases if phase.model not in config.models]:
         what = f"task: {config.task} trains the model {missing[0]!r}, but there is no such model"
         raise UsageError(what, f"Available: {', '.join(config.models)}.")
     planned = {name: settings.schedule for name, settings in config.optim.items() if settings.schedule is not None}
-    per_epoch = any(schedule.per == "epoch" for schedule in planned.values())
-    if not data.epoch_count and (config.train.epochs or config.eval.every == "epoch" or per_epoch):
+    asking = ["train.epochs"] * bool(config.train.epochs) + ["eval.every"] * (config.eval.every == "epoch")
+    asking += [f"optim.{name}.schedule.per" for name, schedule in planned.items() if schedule.per == "epoch"]
+    if asking and not data.epoch_count:
         what = f"data: {config.data.name} has no length, so the steps of an epoch cannot be counted"
-        raise UsageError(what, "", f"Give it __len__, or count in steps: {arg(set='train.steps=NUMBER')}")
+        raise UsageError(what, f"It is counted in epochs: {', '.join(asking)}.", "Give it __len__, or count in steps.")
     models, freezing, optimizers, updates = {}, {}, {}, {}
     skipped: list[str] = []
     for name, settings in config.models.items():
@@ -392,9 +393,8 @@ class TrainerRun(Run):
         for name in (config.profile.trace, config.profile.table) if config.profile is not None else ():
             folder.claim(name)
         _, before = recorded_config(folder.folder)
-        changed = {change.key: [change.before, change.after] for change in changes(before, config)}
-        if noted := {key: values for key, values in changed.items() if key != "run"}:
-            folder.note(CHANGED, changes=noted, config=config.dumped())
+        if changed := {change.key: [change.before, change.after] for change in changes(before, config)}:
+            folder.note(CHANGED, changes=changed, config=config.dumped())
         facts = {key: value for key, value in (("changed", self._changed), ("skipped", trainer.skipped)) if value}
         super()._note_begin(**facts)
 

@@ -111,9 +111,9 @@ def members_of(checkpoint: Checkpoint) -> dict[Any, Any]:
 
 
 def one_thing(checkpoint: Checkpoint) -> str:
-    """What a dictionary is as a whole, such as `one set of model weights`; empty where it holds several things."""
+    """What a dictionary is as a whole, such as `model weights`; empty where it holds several things."""
     roots = [root for root in find_state_dicts(checkpoint) if root.path == () and root.kind != PLAIN]
-    return f"one set of {roots[0].detail or roots[0].kind}" if roots else ""
+    return roots[0].detail or roots[0].kind if roots else ""
 
 
 def changed(

@@ -56,10 +56,10 @@ def average(
 ) -> Written | Any:
     """Writes the mean of one set of weights over several files: equal shares, `weights`, or a moving average (`ema`).
 
-    The files are read side by side, in pieces. Counters are the last file's, and listed.
-    Other integers, and values that hold tensors, have to be the same in all.
+    Counters are the last file's, and listed. Other integers, and values that hold tensors, have to be the same in all.
     `slerp` is between two files, at `t`, 0 to 1; `task-arithmetic`, `ties` (mergekit's) and `dare` add differences from
     `base`, times `scale`; the density is that of all files, or of each.
+    weights: a list with a number for each file.
     Raises `Conflict` naming the keys, shapes and types that do not agree, `UsageError` for fewer than two files.
     """
     if isinstance(files, str) or not isinstance(files, (Sequence, Iterator)):

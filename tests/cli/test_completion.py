@@ -71,7 +71,6 @@ class Shell:
             os.chdir(folder)
             home = {"HOME": str(folder), "PATH": f"{programs}:{os.environ['PATH']}", "TERM": "dumb", "LANG": "C.UTF-8"}
             os.execvpe(STARTED[name][0], STARTED[name], {**home, "COLUMNS": "200", "PYTHONPATH": os.getcwd()})
-        self.read(until=">")
         self.type(QUIET[name])
         self.type(f"source {shlex.quote(str(programs))}/script; echo rea''dy\r")
         self.read(until="ready")

@@ -6,7 +6,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import re
+import shlex
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,15 @@ WRONG_LINES = {
     "steps: 3": "run.yaml:3: unknown key steps; did you mean train.steps?",  # not `stop`
     "ema: 0.9": "run.yaml:3: unknown key ema; did you mean train.ema, or eval.ema?",
     "zzz: 3": "run.yaml:3: unknown key zzz",
+    "lr: 3": "run.yaml:3: unknown key lr; did you mean optim.main.lr?",
+    "learning_rate: 3": "run.yaml:3: unknown key learning_rate; did you mean optim.main.lr?",
+    "batch_size: 3": "run.yaml:3: unknown key batch_size; did you mean data.batch?",
+    "grad_clip: 3": "run.yaml:3: unknown key grad_clip; did you mean models.main.clip, or optim.main.clip?",
+    "save: {every_n_steps: 3}": "run.yaml:3: unknown key save.every_n_steps; did you mean save.every?",
+    "data: {shuffle: true}": "run.yaml:3: unknown key data.shuffle; arguments go into data.args",
+    "optim: {a: {weight_decay: 0}}": "run.yaml:3: unknown key optim.a.weight_decay; arguments go into optim.a.args",
+    "yes: 3": "run.yaml:3: unknown key yes",
+    "run2: \x00": "run.yaml: not valid YAML: unacceptable character #x0000: special characters are not allowed",
     "data: {batch: 0}": "run.yaml:3: data.batch: should be greater than 0 (it is 0)",
     "data: {batch: many}": "run.yaml:3: data.batch: should be a whole number (it is 'many')",
     "data:": "run.yaml:3: data: should be a section, {KEY: VALUE} (it is None)",
@@ -57,7 +68,9 @@ WRONG_LINES = {
     "eval: {every: true}": "run.yaml:3: eval.every: should be a number, or 'epoch' (it is True)",
     "deterministic: maybe": "run.yaml:3: deterministic: should be true or false, or 'warn' (it is 'maybe')",
     "models:\n  main: {freeze: [{match: a}]}": "run.yaml:4: models.main.freeze.0.until is missing",
-    "optim: {main: {clip: {}}}": "run.yaml:3: optim.main.clip: give norm or value, exactly one of the two",
+    "optim: {main: {clip: {}}}": (
+        "run.yaml:3: optim.main.clip: give norm or value, exactly one of the two (null is none)"
+    ),
     "optim: {other: {}}": (
         "run.yaml: models are ['main'], optimizers for ['other']; each model needs one, and each optimizer a "
         "model (its own name, or `model`)"
@@ -70,7 +83,7 @@ WRONG_LINES = {
     "train: {steps: 6}": "run.yaml:3: not valid YAML: train is given twice",
     "a: [1": "run.yaml:4: not valid YAML: expected ',' or ']', but got '<stream end>'",
     "? [1, 2]\n: 3": "run.yaml:3: not valid YAML: found unhashable key",
-    'data: {"\\e[31m": 3}': r"run.yaml:3: unknown key data.\x1b[31m",
+    'data: {"\\e[31m": 3}': r"run.yaml:3: unknown key data.\x1b[31m; arguments go into data.args",
 }
 WRONG_CHANGES = {
     "train.stepz=3": "run.yaml:2: unknown key train.stepz; did you mean train.steps?",
@@ -79,8 +92,9 @@ WRONG_CHANGES = {
     "seed": "--set 'seed' is not of the form KEY=VALUE",
     "seed=[": "--set 'seed=[': the value cannot stand in a configuration",
     "hooks.3=x": "run.yaml: hooks: should be a list (it is a section)",
-    "train.epochs=1": "run.yaml:2: train: give steps or epochs, exactly one of the two",
-    "train.steps=null": "run.yaml:2: train: give steps or epochs, exactly one of the two",
+    "train.epochs=1": "run.yaml:2: train: give steps or epochs, exactly one of the two (null is none)",
+    "run=''": "run.yaml:1: run: should have at least 1 character (it is '')",
+    "train.steps=null": "run.yaml:2: train: give steps or epochs, exactly one of the two (null is none)",
 }
 
 
@@ -268,7 +282,8 @@ def test_a_changed_fixed_key_is_refused_with_both_values() -> None:
     assert "runs/x cannot continue with a changed configuration" in error.what
     assert "data.batch was 8, and is now 16" in error.what
     assert "models.main.args.dropout was 0.2, and is now 0.5" in error.what
-    assert str(error.fix) == "Start another run: ckptool train runs/x/run.yaml --set run=OTHER, and the changes"
+    command = "ckptool train runs/x/run.yaml --set data.batch=16 --set models.main.args.dropout=0.5 --set run=OTHER"
+    assert str(error.fix) == f"Start another run: {command}"
 
 
 def test_a_declared_key_changes_only_when_it_is_asked_for() -> None:
@@ -278,7 +293,35 @@ def test_a_declared_key_changes_only_when_it_is_asked_for() -> None:
     found = keys_module.changes(config(), config("optim.main.lr=0.1", "train.steps=99"))
     keys_module.refuse_fixed(found, ["optim.main.lr"], "runs/x")
     keys_module.refuse_fixed(found, ["optim.main"], "runs/x")
+    keys_module.refuse_fixed(found, ["optim.main.lr:=0.1"], "runs/x")
     assert {change.key: change.rule for change in found} == {"optim.main.lr": "declared", "train.steps": "free"}
+
+
+STEPS = "{name: step, args: {step_size: 2}, per: epoch}"
+DECLARED = {
+    "optim.main.schedule": ["null", "{name: exponential, args: {gamma: 0.9}}", "{name: linear}", STEPS],
+    "optim.main.lr": ["1e-05", "0.3"],
+    "models.main.freeze": ["[]", "['*.bias', \"it's\"]", "[{match: '*', until: 3}]"],
+    "data.val": ["null", "{name: blobs}", "{name: blobs, args: {samples: 9}}"],
+}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_command_that_is_printed_confirms_all_of_a_change(seed: int) -> None:
+    """Also where a section comes, goes or loses a key, as bash runs it."""
+    rng = random.Random(seed)
+    before, after = (
+        config("data.val_fraction=0", *(f"{key}={rng.choice(values)}" for key, values in DECLARED.items()))
+        for _ in range(2)
+    )
+    changed = keys_module.changes(before, after)
+    with pytest.raises(Conflict) as raised:
+        keys_module.refuse_fixed(changed, (), "runs/x")
+    words = shlex.split(str(raised.value.fix).partition("Confirm the change: ")[2])
+    assert words[::2] == ["--set"] * (len(words) // 2)
+    confirmed = configfile.changed(before.dumped(), words[1::2])
+    assert confirmed == after
+    keys_module.refuse_fixed(keys_module.changes(before, confirmed), words[1::2], "runs/x")
 
 
 # The example and the schema -------------------------------------------------------------------------------------------
@@ -290,10 +333,8 @@ def test_the_example_has_every_key_at_its_default() -> None:
     made = parsed(example())
     assert {change.key for change in keys_module.changes(least, made)} == {
         "seed",
-        "models.main.args",
         "models.main.args.hidden",
         "models.main.args.dropout",
-        "optim.main.args",
         "optim.main.args.weight_decay",
         "eval.metric",
         "eval.mode",

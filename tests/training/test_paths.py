@@ -72,6 +72,15 @@ def test_paths_are_relative_to_the_configuration(tmp_path: Path, monkeypatch: py
     again = configfile.read("../conf/run.yaml")
     assert (again.models["main"].from_, again.hooks) == (f"{conf}/w.pt#a//b", ["pkg:hook"])
     assert configfile.changed(again.dumped(), []) == again
+    monkeypatch.setenv("HOME", str(tmp_path))
+    changes = ["run=~/runs/r", "task=~/mine.py:task", "data.args.root=~/x", "models.main.from=~/w.pt#a", "hooks=[~h]"]
+    home = configfile.read("../conf/run.yaml", changes)
+    assert (home.run, home.task, home.data.args["root"]) == (
+        f"{tmp_path}/runs/r",
+        f"{tmp_path}/mine.py:task",
+        f"{tmp_path}/x",
+    )
+    assert (home.models["main"].from_, home.hooks) == (f"{tmp_path}/w.pt#a", ["~h"])
 
 
 def test_a_run_goes_on_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,12 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
     (of("Stream", sampler=own("weighted")), "is a stream"),
     (of("Empty"), "ends after 0 samples"),
     (of("Stream", batch=32, drop_last=True), "ends after 21 samples.*no batch of 32"),
-    ({**of("Stream"), "eval": {"every": "epoch"}}, r"has no length.*train\.steps"),
-    ({**of("Stream"), "train": {"epochs": 2}}, r"has no length.*train\.steps"),
+    ({**of("Stream"), "eval": {"every": "epoch"}}, r"has no length.*counted in epochs: eval\.every\.\n"),
+    ({**of("Stream"), "train": {"epochs": 2}}, r"has no length.*counted in epochs: train\.epochs\.\n"),
+    (
+        {**of("Stream"), "optim": {"main": {"schedule": {"name": "step", "args": {"step_size": 2}, "per": "epoch"}}}},
+        r"has no length.*counted in epochs: optim\.main\.schedule\.per\.\n",
+    ),
     (of("PointItems", sampler=own("longer")), "gave 3 places of .* in epoch 1.*as long as the first"),
     (of("Items", sampler=own("outside")), "gave 1 place of 40 in epoch 0"),
     (of("Items", sampler=own("none")), "has no none"),
@@ -68,6 +72,7 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
     (model(own("Nett")), "has no Nett.*It has: .*Inner"),
     (model(args={"hiden": [3]}), "mlp does not take.*It takes: inputs"),
     (model("gone_module:Net"), "there is no module gone_module"),
+    (model("torch.nn:LazyLinear", args={"out_features": 2}), r"models\.main: parameters of lazy modules.*weight, bias"),
     (model(init=own("raises")), "out of ideas"),
     (model(freeze=["body.*"]), r"freeze: 'body\.\*' matches no parameter.*1\.weight"),
     (model(freeze=["1.*", "type:Conv2d"]), r"freeze: 'type:Conv2d' matches no parameter.*1\.weight"),
@@ -85,13 +90,14 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
         "task: classify raised RuntimeError.*something it does not expect: check the data, the model and",
     ),
     ({"data": {"name": toy("data.py:ring")}, **model(args={"classes": 2})}, r"a batch is list.*\(inputs, target\)"),
-    ("eval.metric=val_f1", "eval.metric is val_f1, which the task does not give.*val_loss, val_acc"),
+    ("eval.metric=accuracy", "eval.metric is accuracy, which the task does not give.*val_loss, val_acc.*=val_acc"),
     (
         {"stop": {"patience": 2}, "data": {"name": "blobs", "val_fraction": 0}},
         r"eval\.metric is val_loss, which.*No data is held out",
     ),
     # optimizers
-    ("optim.main.name=lbfgs", "there is no 'lbfgs'"),
+    ("optim.main.name=lbfgs", "optim: lbfgs asks for the loss several times.*file.py:NAME"),
+    ("optim.main.name=torch.optim.Adamm", "optim: there is no 'torch.optim.Adamm'.*Did you mean Adam?"),
     ({"optim": {"main": {"name": "sgd", "args": {"momentun": 0.9}}}}, "sgd does not take.*momentun.*It takes: lr, mom"),
     ({"optim": {"main": {"name": "sgd", "args": {"momentum": -1}}}}, "Invalid momentum"),
     ({"optim": {"main": {"clip": {"norm": 1, "value": 1}}}}, "one of the two"),
@@ -124,9 +130,13 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
         "schedule: warmup_cosine does not take these arguments.*It takes: warmup, total, floor",
     ),
     *(
-        ({"optim": {"main": {"schedule": {"name": name}}}}, f"schedule: .*{name}.*file.py:NAME, which is a function of")
+        (
+            {"optim": {"main": {"schedule": {"name": name}}}},
+            f"{name} takes functions or .*file.py:NAME, which is a func",
+        )
         for name in ("lambda", "LambdaLR", "multiplicative", "SequentialLR", "chained_scheduler")
     ),
+    ({"optim": {"main": {"schedule": {"name": "cosine"}}}}, "Did you mean warmup_cosine or CosineAnnealingLR or Cos"),
     *(
         ({"optim": {"main": {"schedule": {"name": own(name)}}}}, f"schedule: .*{name}")
         for name in ("plateau", "counter", "nothing")

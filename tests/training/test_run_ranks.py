@@ -13,7 +13,9 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptool
 from ckptool.errors import UsageError
-from ckptool.training.state import ranks_with_own
+from ckptool.training.state import ranks_with_own, with_own
 from tests.support.killed_loops import run_and_exit
 from tests.support.looped import sliced
 from tests.support.small_runs import contents_but_lock
@@ -157,25 +159,38 @@ def test_what_differs_between_processes_is_saved_of_each_and_any_of_them_may_mar
     assert second["own"]["values"].keys() == {"last"} and second["own"]["env_state_dict"].keys() == {"seen"}
 
 
+def in_two_processes(work: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
+    """What two that work at once give; each with its number, and a function that gives the values of both."""
+    values, barrier = list[Any]([None, None]), threading.Barrier(2, timeout=5)
+
+    def gathered(rank: int, value: Any) -> list[Any]:
+        values[rank] = value
+        barrier.wait()
+        both = [*values]
+        barrier.wait()
+        return both
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: work(rank, partial(gathered, rank)), range(2)))
+
+
 @pytest.mark.parametrize("odd", [(0, 1), (1,)])
 def test_a_state_of_one_process_that_cannot_be_saved_is_refused_in_all(odd: tuple[int, ...]) -> None:
     """Else the others would wait for it."""
-    values, barrier = list[Any]([None, None]), threading.Barrier(2, timeout=5)
 
-    def work(rank: int) -> None:
-        def gather(value: Any) -> list[Any]:
-            values[rank] = value
-            barrier.wait()
-            gathered = [*values]
-            barrier.wait()
-            return gathered
-
+    def work(rank: int, gather: Callable[[Any], list[Any]]) -> None:
         state = {"a": numpy.ones(1) if rank in odd else 1}
         with pytest.raises(UsageError, match=r"the state of env holds numpy\.ndarray"):
             ranks_with_own({}, {"env_state_dict": state}, gather)
 
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work, range(2)))
+    in_two_processes(work)
+
+
+@pytest.mark.parametrize("first", [{}, {"env_state_dict": {"b": 2}}, {"env_state_dict": [1]}, {"env_state_dict": None}])
+def test_a_state_that_one_process_alone_has_comes_back_to_it(first: dict[str, Any]) -> None:
+    each = (first, {"env_state_dict": {"a": 1}})
+    ranks = in_two_processes(lambda rank, gather: ranks_with_own({}, each[rank], gather))[0]
+    assert [with_own(first, rank) for rank in ranks] == [*each]
 
 
 ALL = list(itertools.product(("ddp", "fsdp"), SHAPES, (1, 2), (2, 3), ("one", "all", "stop")))

@@ -109,10 +109,13 @@ def test_a_download_that_was_broken_off(suffix: str, connections: int, holes: bo
                 file.seek(begin)
                 file.write(data[begin:end])
         with path.open("rb") as file:
-            (message,) = (note.message for note in verify(file).notes if note.code == "zeros-half-way")
+            report = verify(file)
+            (message,) = (note.message for note in report.notes if note.code == "zeros-half-way")
+            assert report.exit() == 1 and not report.fine
             assert file.tell() == len(data)  # as all functions leave it, whatever holes were looked for
         expected = [f"(byte {len(data[:end].rstrip(bytes(1))):,})" for end in ends]
         assert [place for place in expected[:3] if place not in message] == []
+    assert [file.state for file in ckptool.scan(path, full=True).files] == ["zeros-half-way"]
 
 
 @looped("number", range(12))
