@@ -334,7 +334,8 @@ def for_python(function: Any) -> Any:
     if not hasattr(function, "verb"):
         return called
     names = {flag: param.name for param in typed for flag in param.option.flags}
-    lines = [f"{each.name}: {re.sub('--[a-z-]+', lambda f: names.get(f[0], f[0]), each.option.help)}" for each in typed]
+    rest = [each for each in typed if f"\n    {each.name}: " not in (function.__doc__ or "")]
+    lines = [f"{each.name}: {re.sub('--[a-z-]+', lambda f: names.get(f[0], f[0]), each.option.help)}" for each in rest]
     declared = inspect.signature(function, eval_str=True).parameters.values()
     writes = [param.annotation.__doc__ or "" for param in declared if hasattr(param.annotation, "__required_keys__")]
     lines += writes

@@ -50,8 +50,8 @@ class CkptoolError(Exception):
         return "\n".join(in_python(part) for part in (self.what, self.why, self.fix) if part)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Sends its three parts to another process, and the number and file of the system's error."""
-        system = {name: value for name, value in vars(self).items() if name in ("errno", "filename")}
+        """Sends its three parts to another process, its code, and the number and file of the system's error."""
+        system = {name: value for name, value in vars(self).items() if name in ("code", "errno", "filename")}
         return type(self), (self.what, self.why, self.fix), system
 
     def fill(self, words: Mapping[str, str]) -> None:

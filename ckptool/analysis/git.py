@@ -34,17 +34,17 @@ POINTER = re.compile(
 )
 
 
-def git(*words: str, ok: Collection[int] = (0,), at: str | None = None) -> str | None:
-    """The output of a git command; None where it ends with a code of `ok` other than 0.
+def git(*words: str, ok: Collection[int] = (0,), at: str = "") -> str | None:
+    """The output of a git command in the folder `at`; None where it ends with a code of `ok` other than 0.
     Raises `RunFailed` with what git says, `FileProblem` where there is no git."""
     try:
-        process = subprocess.run(["git", *words], stdin=subprocess.DEVNULL, capture_output=True, cwd=at, check=False)
+        process = subprocess.run(["git", "-C", at, *words], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     except OSError as error:
         fix = "Install git." if isinstance(error, FileNotFoundError) else ""
         raise FileProblem("git could not be started", error.strerror or "", fix) from error
-    if process.returncode not in ok:
-        message = os.fsdecode(process.stderr).strip().partition("\n")[0]
-        raise RunFailed(f"git {words[0]} ended with code {process.returncode}: {message}")
+    first, _, rest = os.fsdecode(process.stderr).strip().partition("\n")
+    if process.returncode not in ok or "safe.directory" in rest:  # a repository of another user: nothing is known
+        raise RunFailed(f"git {words[0]} ended with code {process.returncode}: {first}", "", rest.partition("\n\t")[2])
     return None if process.returncode else os.fsdecode(process.stdout)
 
 

@@ -95,12 +95,13 @@ def _set_apart(folder: str) -> None:
         sys.path += _ADDED
     modules = _ASIDE.setdefault(folder, {})
     for name, module in list(sys.modules.items()):
-        file, beside = getattr(module, "__dict__", {}).get("__file__"), os.path.join(folder, name.partition(".")[0])
+        file = getattr(module, "__dict__", {}).get("__file__")
         if not isinstance(file, str) or name == "__main__":
             continue
         # The folder that contains it, or its top package.
         home = file.removesuffix(os.sep + "__init__.py").rsplit(os.sep, name.count(".") + 1)[0]
-        if home in _ASIDE and home != folder and (os.path.lexists(beside) or os.path.lexists(f"{beside}.py")):
+        beside = os.path.join(folder, name.partition(".")[0]) if home in _ASIDE and home != folder else ""
+        if beside and (os.path.lexists(beside) or os.path.lexists(f"{beside}.py")):
             _ASIDE[home][name] = sys.modules.pop(name)
     sys.modules.update(modules)
     modules.clear()

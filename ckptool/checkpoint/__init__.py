@@ -12,7 +12,7 @@ from enum import Enum
 from functools import lru_cache
 from importlib import import_module
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, SupportsIndex
 
 from ckptool.checkpoint.dtypes import DType
 from ckptool.checkpoint.files import Input, Source, unchanged
@@ -94,6 +94,16 @@ class Computed:
     view: Callable[[int, int], memoryview] | None = None
     concatenated: bool = False
     checks: bool = False
+
+    def __deepcopy__(self, _: object) -> Computed:
+        return self  # nothing of it changes
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Raises `UsageError` for what only this process can make."""
+        if "<locals>" in getattr(self.read, "__qualname__", ""):
+            fix = "Write them by ckptool.save(tree, PATH), or read them first: ckptool.load(checkpoint), entry.torch()"
+            raise UsageError("values in memory, or computed as they are read, cannot be pickled as entries", "", fix)
+        return object.__reduce_ex__(self, protocol)
 
 
 Data = InlineBytes | FileRange | Computed

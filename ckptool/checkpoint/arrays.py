@@ -170,7 +170,7 @@ def computed_rows(
     """
     width, length = max(1, prod(shape[1:]) * dtype.itemsize), prod(shape) * dtype.itemsize
     blocks = LazyBlocks(length, max(1, ROWS * dtype.itemsize // width) * width, partial(_row_bytes, dtype, rows, width))
-    return _array(dtype, shape, inputs, location, blocks.read, blocks.view)
+    return _array(dtype, shape, inputs, location, lambda *place: blocks.read(*place), blocks.view)  # not to be pickled
 
 
 def _array(

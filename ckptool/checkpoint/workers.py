@@ -72,9 +72,9 @@ def _cluster(address: str) -> Iterator[Executor]:
         raise MissingExtra(what, "", "pip install 'ckptool[cluster]'") from error
     place, ended = f"tcp://{address.removeprefix(DASK)}", threading.Event()
     with ExitStack() as stack:
-        log = getLogger("distributed.client")  # which tells of a scheduler that is gone, as the errors do
-        stack.callback(setattr, log, "disabled", log.disabled)
-        log.disabled = True
+        for log in map(getLogger, ("distributed.client", "tornado.application")):  # which tell what the errors do
+            stack.callback(setattr, log, "disabled", log.disabled)
+            log.disabled = True
         try:
             client = stack.enter_context(distributed.Client(place, timeout=PATIENCE, set_as_default=False))
             client.wait_for_workers(1, timeout=PATIENCE)
@@ -232,7 +232,7 @@ def _tried(work: Work[Any, Any], item: Any) -> tuple[bool, Any]:
 
 
 _turns = threading.Condition()
-_before: list[str] = []  # the working directory before each piece of work that is under way in this process
+_under_way: list[tuple[str, int]] = []  # pieces of work in this process: their folder, and where it was before each
 
 
 def _outcome_in(folder: str, urls: dict[str, str], work: Work[Any, Any], item: Any) -> tuple[bool, Any]:
@@ -240,14 +240,13 @@ def _outcome_in(folder: str, urls: dict[str, str], work: Work[Any, Any], item: A
     share its working directory, so work for another directory waits."""
     given_urls(urls)
     with _turns:
-        _turns.wait_for(lambda: not _before or os.getcwd() == folder)
-        _before.append(os.getcwd())
+        _turns.wait_for(lambda: all(other == folder for other, _ in _under_way))
+        _under_way.append((folder, os.open(".", os.O_RDONLY)))  # which may be gone from its path, or be replaced there
         try:
-            if _before[-1] != folder:
-                os.chdir(folder)
+            os.chdir(folder)
         except OSError as error:
             if not all(os.path.isabs(path) or "://" in path for path in (item if isinstance(item, tuple) else [item])):
-                _before.pop()
+                os.close(_under_way.pop()[1])
                 what = f"{os.uname().nodename}, where a worker runs, has no folder {folder}"
                 return False, RunFailed(
                     what, str(error), "Name files by absolute paths on a disk that all workers share, or by URLs."
@@ -256,7 +255,8 @@ def _outcome_in(folder: str, urls: dict[str, str], work: Work[Any, Any], item: A
         return _tried(work, item)
     finally:
         with _turns:
-            previous = _before.pop()
-            if not _before and previous != os.getcwd():
-                os.chdir(previous)
+            previous = _under_way.pop()[1]
+            if not _under_way:
+                os.fchdir(previous)
+            os.close(previous)
             _turns.notify_all()

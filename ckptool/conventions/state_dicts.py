@@ -171,7 +171,7 @@ def _weights(checkpoint: Checkpoint, at: str | None, arrays: bool = False) -> li
     array_roots = [] if roots else array_state_dicts(checkpoint.tree)
     if not roots and not (arrays and array_roots):
         where, file = str(checkpoint.source or "the checkpoint"), input_of(checkpoint.source)
-        why, fix = "Commands that change keys work on those.", f"See what it has: {command('inspect', file)}"
+        why, fix = "This works on the weights of a model.", f"See what it has: {command('inspect', file)}"
         if array_roots:  # no address turns those into weights
             fix = f"Make tensors of its {array_roots[0].detail}: {command('convert', file, out=OUT_SAFETENSORS)}"
         elif is_optimizer(checkpoint.tree):
@@ -198,6 +198,8 @@ def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[State
     where = str(checkpoint.source or "the checkpoint")
     what = f"{where} has {counted(len(roots), 'set')} of model weights: {listed(roots, MANY_STATE_DICTS)}"
     fix = f"Name it: {quoted(input_of(checkpoint.source, roots[0].address))}"
+    if checkpoint.source is None:  # what is in memory has no name
+        fix = f"Give it alone: checkpoint{''.join(f'[{key!r}]' for key in roots[0].path)}"
     raise UsageError(what, "This command takes one set.", fix)
 
 

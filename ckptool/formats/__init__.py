@@ -354,9 +354,11 @@ def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
         checkpoint = replace(file, base=(), source=None) if file.base else file
         return Opened(checkpoint, at, checkpoint.source.path if checkpoint.source is not None else "")
     if is_in_memory(file):
+        from ckptool.formats.folder import as_part
         from ckptool.formats.in_memory import checkpoint_in_memory
 
-        return Opened(checkpoint_in_memory(file), at, "")
+        checkpoint = checkpoint_in_memory(file)
+        return Opened(replace(checkpoint, part=as_part(checkpoint)), at, "")
     with while_open():
         source, place = open_source(file)
         checkpoint = read_source(source)

@@ -25,7 +25,7 @@ from ckptool.checkpoint.files import Folder, Source, json_or_none
 from ckptool.checkpoint.graph import structural_parts, visit
 from ckptool.checkpoint.nodes import Global, Object, fields, items
 from ckptool.checkpoint.paths import absolute, is_url
-from ckptool.commands import NAME, arg
+from ckptool.commands import NAME, OUT, command, input_of
 from ckptool.errors import CkptoolError, Conflict, Corrupt, OnlyAPart, counted, listed, printable
 from ckptool.facts import replace
 from ckptool.formats.marks import OTHER_TAGS, noted
@@ -432,9 +432,9 @@ def refuse_placeholders(checkpoint: Checkpoint, names: Iterable[tuple[str, Any]]
         return
     empty = [name for name, value in names if isinstance(value, TensorEntry) and value.shape == (0,)]
     if empty:
-        source, count = checkpoint.source or "the checkpoint", f"{len(empty):,} of the tensors"
-        raise OnlyAPart(
-            f"{source}: {count} have no values in it: {listed(empty, 3)}",
-            f"It is {part.label}; on their own, empty tensors would pass for weights. Nothing was written.",
-            f"Leave them out: {arg(exclude=NAME)}",
-        )
+        what = f"{checkpoint.source or 'the checkpoint'}: {len(empty):,} of the tensors have no values in it"
+        why = f"It is {part.label}; on their own, empty tensors would pass for weights. Nothing was written."
+        fix = f"Drop them: {command('edit', input_of(checkpoint.source), drop=NAME, out=OUT)}"
+        if checkpoint.source is None:
+            fix = "Gather them first: with deepspeed.zero.GatheredParameters(model.parameters())"
+        raise OnlyAPart(f"{what}: {listed(empty, 3)}", why, fix)

@@ -58,7 +58,8 @@ class Memory(LiveReader):
             if isinstance(contents, collections.OrderedDict):  # with `_metadata`
                 vars(contents).update(vars(value))
             return contents
-        what = repr(value) if isinstance(value, (bool, int, float)) else f"an object of the type {type(value).__name__}"
+        what = f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+        what = repr(value) if isinstance(value, (bool, int, float)) else what
         fix = "For example: 'model.pt', model.state_dict(), model, io.BytesIO(data)"
         raise UsageError(f"{what} is not a file, a dictionary of tensors, a module or a checkpoint", "", fix)
 

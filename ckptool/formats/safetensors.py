@@ -30,6 +30,7 @@ from ckptool.checkpoint.arrays import resolved
 from ckptool.checkpoint.blocks import Checksummed, Crc, Plan, Segment
 from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from ckptool.checkpoint.files import Input, Readable, Source
+from ckptool.checkpoint.nodes import with_article
 from ckptool.commands import DIR, FILE, OUT, OUT_PT, OUT_SAFETENSORS, Slot, arg, command, input_of
 from ckptool.errors import Ambiguous, BadTensor, Corrupt, LimitExceeded, Truncated, Unsupported, is_text, listed
 from ckptool.formats import marks
@@ -300,7 +301,7 @@ def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
 
 def _why_not(name: Any, value: Any) -> str:
     if type(name) is not str:
-        return f"a {type(name).__name__} as a name"
+        return f"{with_article(type(name).__name__)} as a name"
     if name == METADATA:
         return "a reserved name"
     if not is_text(name):

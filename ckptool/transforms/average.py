@@ -96,6 +96,9 @@ class _Merged:
         self.kind = "f8" if self.dtype.itemsize >= METHODS[how.method].wide else "f4"
         self.formula: Piece | None = None
 
+    def __reduce__(self) -> Any:
+        return _Merged, (self.entries, self.how, self.name)  # the formula is made again where it is needed
+
     def piece(self, index: int, *blocks: Array) -> Array:
         if self.formula is None:
             self.formula = METHODS[self.how.method].formula(self)
@@ -362,9 +365,8 @@ def _problems(
     for name in (name for name in options if name != "weights" and name not in METHODS[method].takes):
         methods = listed([other for other, way in METHODS.items() if name in way.takes])
         yield f"{arg(method=method)} does not take {_LAMBDA if name == 'scale' else arg(name)}", f"It is for {methods}."
-    for one, other in (("t", "weights"), ("ema", "weights")):
-        if one in options and other in options:
-            yield f"{arg(one)} and {arg(other)} were both given", "They are mutually exclusive."
+    for name in options.keys() & {"t", "ema"} if "weights" in options else ():
+        yield f"{arg(name)} and {arg('weights')} were both given", "They are mutually exclusive."
     if not 0 <= options.get("ema", 0.5) < 1:
         yield f"a decay of {options['ema']} is not from 0 to 1", f"For example: {arg(ema=0.999)}"
     weights = options.get("weights", [1.0] * files)
@@ -376,7 +378,7 @@ def _problems(
     if method == "slerp" and not (min(weights, default=0) >= 0 and sum(weights) > 0):
         yield (
             "slerp was given weights that are negative or add up to 0",
-            "The second file's share is the position on the arc.",
+            "The second's share is the place on the arc.",
         )
 
 
@@ -418,12 +420,9 @@ def average(
     from_last, averaged = dict[str, str](), 0
     for key, value in last.items():
         entry = value if isinstance(value, TensorEntry) else array_entry(value)
-        if isinstance(value, TensorEntry):
-            kind = f"of type {value.dtype.name}"
-        elif isinstance(value, Composite):
-            kind = f"a {value.kind} tensor"
-        else:
-            kind = type(value).__name__ if entry is None else "a numpy array"
+        kind = type(value).__name__ if entry is None else "a numpy array"
+        if isinstance(value, (TensorEntry, Composite)):
+            kind = f"of type {value.dtype.name}" if isinstance(value, TensorEntry) else f"a {value.kind} tensor"
         is_number = entry is not None and (entry.dtype.is_float or entry.dtype.name in _COMPONENTS)
         has_mean = is_number and entry is value
         # A counter is one number, and may differ; codes, indices and what holds tensors belong to the other tensors.

@@ -58,7 +58,7 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
 
     among: names already in use, which only must not clash with these.
     """
-    fix = f"Give it another name: NAME=FILE, or, in a bundle, {arg(rename={Slot('OLD'): Slot('NEW')})}"
+    fix = f"Give it another name; in a bundle: {arg(rename={Slot('OLD'): Slot('NEW')})}"
     taken: dict[str, Any] = {_folded(name): name for name in among}
     for name in names:
         if type(name) is str and is_text(name) and name.isprintable() and not _NO_FILE.search(name):
@@ -111,9 +111,9 @@ def members_of(checkpoint: Checkpoint) -> dict[Any, Any]:
 
 
 def one_thing(checkpoint: Checkpoint) -> str:
-    """What a dictionary is as a whole, such as `one set of model weights`; empty where it holds several things."""
+    """What a dictionary is as a whole, such as `model weights`; empty where it holds several things."""
     roots = [root for root in find_state_dicts(checkpoint) if root.path == () and root.kind != PLAIN]
-    return f"one set of {roots[0].detail or roots[0].kind}" if roots else ""
+    return roots[0].detail or roots[0].kind if roots else ""
 
 
 def changed(

@@ -53,11 +53,11 @@ def without_entries(tree: Any, is_dropped: Callable[[Any, Path], bool]) -> tuple
     dropped = dict[Path, None]()
     removed: dict[int, tuple[Any, set[Any]]] = {}  # the holders by id, which may be in several places
     for path, node in walk(tree):
-        if any(path[:depth] in dropped for depth in range(1, len(path) + 1)):
-            continue
+        is_gone = any(path[:depth] in dropped for depth in range(1, len(path) + 1))
         for holder in [node] if isinstance(node, (list, tuple)) else mappings(node):
             entries = holder if isinstance(holder, dict) else range(len(holder))
-            if chosen := [key for key in entries if is_dropped(holder, (*path, key))]:
+            chosen = [key for key in entries if is_dropped(holder, (*path, key))]
+            if chosen and not is_gone:
                 dropped |= dict.fromkeys((*path, key) for key in chosen)
                 removed.setdefault(id(holder), (holder, set()))[1].update(chosen)
     replaced: dict[int, Any] = {}

@@ -51,26 +51,27 @@ def git_check(
     """Checks a file before a commit: intact, finite, no code to run, stored with git-lfs where it is large.
 
     max_size: megabytes that git may store of a file without git-lfs.  allow: codes of problems to accept.
-    Outside of a repository only the contents are checked.
+    Of a file outside of a repository only the contents are checked.
     """
     source = Source(file)
     pointer = POINTER.match(source.read(0, min(source.size, SMALL))) is not None
     problems: list[Problem] = []
     # Where git would store it: what is staged takes precedence over what the attributes promise.
-    if (attributes := git("check-attr", "-z", "filter", "--", file, ok=(0, 128))) is not None:
+    for at, name in (("", file), os.path.split(file)):  # the command may stand outside of the file's repository
+        if (attributes := git("check-attr", "-z", "filter", "--", name, ok=(0, 128), at=at)) is None:
+            continue
         in_lfs = attributes.split("\0")[2] == "lfs"
-        staged = (git("--literal-pathspecs", "ls-files", "-s", "-z", "--", file, ok=(0, 128)) or "").split()
+        staged = (git("--literal-pathspecs", "ls-files", "-s", "-z", "--", name, ok=(0, 128), at=at) or "").split()
         track = f"To store it with git-lfs: git lfs track {quoted('*' + os.path.splitext(file)[1])}"
-        stored = int(git("cat-file", "-s", staged[1]) or 0) if staged else SMALL if in_lfs else source.size
+        stored = int(git("cat-file", "-s", staged[1], at=at) or 0) if staged else SMALL if in_lfs else source.size
         if pointer and not in_lfs:
             why = "No attribute assigns it to git-lfs (filter=lfs): a clone of the repository has only the pointer."
             problems.append(Problem("lfs-pointer", "a git-lfs pointer in place of the checkpoint", f"{why} {track}"))
         if stored > max(max_size * 10**6, SMALL):
-            why = f"Every version of it would stay in the repository forever. {track}"
-            if in_lfs:
-                why = "by its attributes git-lfs should have stored it, but did not:  "
-                why += "git lfs install; git add --renormalize ."
+            why = "By its attributes git-lfs should have stored it: git lfs install; git add --renormalize ."
+            why = why if in_lfs else f"Every version of it would stay in the repository forever. {track}"
             problems.append(Problem("large-file", f"git itself would store {size_text(stored)}", why))
+        break
     try:
         report = verified(source, finite=True)[0] if not pointer else Verification(file)
         problems += report.problems

@@ -205,7 +205,7 @@ def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = F
     from ckptool.checkpoint.files import Source, open_input
 
     if not isinstance(target, (str, os.PathLike)):
-        if callable(getattr(target, "state_dict", None)):
+        if hasattr(target, "named_modules") and not isinstance(target, type):
             from ckptool.bridge.modules import target_of
 
             return target_of(target, shown(target))

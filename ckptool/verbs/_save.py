@@ -133,7 +133,8 @@ class Written(Report):
 
 
 class Save(TypedDict, total=False):
-    """progress: told bytes done and in all.  make_folder: make the folder of the output if there is none."""
+    """progress: told bytes done and in all.  make_folder: make the folder of the output if there is none.
+    Returns a report; in its place, for input in memory and without an output, what would be written."""
 
     overwrite: Overwrite
     dry_run: DryRun
@@ -258,7 +259,8 @@ class Change:
             _refuse_repeated(original)
             if changed.part is not None and marks.PICKLE not in changed.metadata:
                 before, after = (side.tree if isinstance(side.tree, dict) else {} for side in (original, changed))
-                if container.tensors_only or not before.keys() <= after.keys():
+                all_there = before.keys() <= after.keys() or {*map(id, before.values())} <= {*map(id, after.values())}
+                if container.tensors_only or not all_there:
                     refuse_placeholders(changed, ((address(path), value) for path, value in tensors(changed.tree)))
             notes = () if container.tensors_only else refuse_unknown(changed, keep_unknown, original=original)
             if beside is not None and changed.origin is None:  # with the names that the configuration's library seeks
@@ -348,8 +350,7 @@ class Change:
             plan = container.write(changed, keep_unknown=keep_unknown)
             replacing = replace(self, options={**options, "overwrite": True})
             notes += replacing.put(plan, source.path, inputs, partial(check_written, changed))
-            size = plan.nbytes
-            written = self.written(original, source.path, container.name, "new file", size, size, notes)
+            written = self.written(original, source.path, container.name, "new file", plan.nbytes, plan.nbytes, notes)
             return replace(written, replaced=True)
         if not options["dry_run"]:
             if not os.access(source.path, os.W_OK):

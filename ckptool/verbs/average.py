@@ -56,10 +56,10 @@ def average(
 ) -> Written | Any:
     """Writes the mean of one set of weights over several files: equal shares, `weights`, or a moving average (`ema`).
 
-    The files are read side by side, in pieces. Counters are the last file's, and listed.
-    Other integers, and values that hold tensors, have to be the same in all.
+    Counters are the last file's, and listed. Other integers, and values that hold tensors, have to be the same in all.
     `slerp` is between two files, at `t`, 0 to 1; `task-arithmetic`, `ties` (mergekit's) and `dare` add differences from
     `base`, times `scale`; the density is that of all files, or of each.
+    weights: a list with a number for each file.
     Raises `Conflict` naming the keys, shapes and types that do not agree, `UsageError` for fewer than two files.
     """
     if isinstance(files, str) or not isinstance(files, (Sequence, Iterator)):
@@ -73,6 +73,8 @@ def average(
     inputs = [open_whole(file, at, part=part) for file in ([] if base is None else [base]) + files]
     roots = [one_state_dict(file.checkpoint, file.at) for file in inputs]
     names = [file.path or f"checkpoint {number}" for number, file in enumerate(inputs, count + 1 - len(inputs))]
+    names = [f"{name}#{file.at}" if file.at and file.path else name for name, file in zip(names, inputs, strict=True)]
+    taken = {(file.path, root.address) for file, (root, _) in zip(inputs, roots, strict=True)}
     for file, (root, _) in zip(inputs, roots, strict=True):
         refuse_placeholders(file.checkpoint, root.node.items())
         refuse_quantized(file.checkpoint, [root.node], "Averaged")
@@ -91,7 +93,7 @@ def average(
     leftovers = []
     for file, (checkpoint, root), keys in zip(inputs, pairs, training, strict=True):
         addresses = [address((*root.base, *root.path, key)) for key in root.node if key in keys]
-        addresses += around(checkpoint, root)
+        addresses += [place for place in around(checkpoint, root) if (file.path, place) not in taken]
         leftovers.append(left_behind(checkpoint, addresses, tree, chosen=file.at is not None))
     saved = change.write(original, changed, inputs=sources)
     # Of all inputs, each name once.
@@ -101,11 +103,9 @@ def average(
     )
     paths = [printable(name) for name in names[-count:]]
     listing = listed([f"{name} ({why})" for name, why in copied.items()], 4)
-    notes = []
-    if merge.method == "mean" and abs(sum(merge.weights) - 1) >= 1e-6:
-        message = f"the weights add up to {sum(merge.weights):.6g}, not 1, which scales the result"
-        notes.append(Note("weights-sum", message))
-    place = f" of {roots[-1][0].address}" if roots[-1][0].address else ""
+    message = f"the weights add up to {sum(merge.weights):.6g}, not 1, which scales the result"
+    scales = merge.method == "mean" and abs(sum(merge.weights) - 1) >= 1e-6
+    place = f" of {roots[-1][0].address}" if roots[-1][0].address and len({place for _, place in taken}) == 1 else ""
     remark = next((f" ({remark})" for _, remark in roots if remark), "")
     merged = "the mean" if merge.method == "mean" else f"the {merge.method} merge"
     return saved.about(
@@ -114,7 +114,7 @@ def average(
         Row("settings", merge.settings, merge.settings),
         Row("kept", copied, [f"copied from {paths[-1]}: {listing}"] if listing else []),
         Row("left_behind", addresses, Behind(weighing, plain, {}).lines),
-        notes=notes,
+        notes=[Note("weights-sum", message)] if scales else [],
         files=paths,
         weights=list(merge.weights),
         method=merge.method,

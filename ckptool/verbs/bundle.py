@@ -78,13 +78,10 @@ def bundle(
 ) -> Written | Any:
     """Writes one file that holds several: `{name: FILE or FILE#ADDRESS}`, then plain `values` by name (`{"epoch": 3}`).
 
-    Members may be in memory; without an output the bundle is a dictionary then.
-
     To `.pt` or `.tar`: a dictionary with exactly these names, which `torch.load` reads. To `.safetensors`: tensors
     called `name/key`, and a record from which ckptool restores everything. file: a bundle to change instead: members
     and values are added, `drop` and `rename` (old: new) name some of its own; no tensor of the others is touched.
-    Raises `Conflict` for names that clash or cannot be those of files, `UsageError` for an
-    unknown member.
+    Raises `Conflict` for names that clash or cannot be those of files, `UsageError` for an unknown member.
     """
     change = change_of("bundle", out, options, file, *(members or {}).values(), in_place=True)
     if from_folder is not None:
@@ -107,8 +104,7 @@ def bundle(
         what = "bundle was given no members" if file is None else f"bundle was given nothing to do with {shown(file)}"
         raise UsageError(what, "It puts several files into one.", _EXAMPLE)
     container = change.format(bundles.container_of(parts.checkpoint))
-    example = f"{arg(out='gan.tar')}; {arg(out='gan.safetensors')}"
-    bundles.refuse_container("a bundle cannot be", container.name, example)
+    bundles.refuse_container("a bundle cannot be", container.name, f"{arg(out='g.tar')}; {arg(out='g.safetensors')}")
     tree = bundles.bundled(parts.checkpoint.tree, parts.original.tree, live=change.live)
     # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps what is
     # there.

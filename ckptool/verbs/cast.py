@@ -41,9 +41,9 @@ def cast(
 ) -> Written | Any:
     """Converts the floating tensors of all model weights to `dtype`, as torch's `tensor.to(dtype)` does, bit for bit.
 
-    dtype: torch's or numpy's own, too. Optimizer state, integers, complex and quantized tensors stay as they are;
-    `dequantize` computes in f32, and leaves the scales out. The report names the tensors that lost values, with the
-    largest error; a dry run, which reads no values, does not.
+    dtype: `bf16`, `f16`, `f32`, `float8_e4m3fn`, …, or torch's or numpy's own. Optimizer state, integers, complex and
+    quantized tensors stay as they are; `dequantize` computes in f32, and leaves the scales out. The report names the
+    tensors that lost values, with the largest error; a dry run, which reads no values, does not.
     """
     out, dtype = out_first(out, dtype)
     if dtype is None:

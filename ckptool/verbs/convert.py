@@ -72,8 +72,8 @@ def convert(
     To safetensors: one set of weights, listing what is left out; or the whole tree (`all`), which converting back
     restores bit for bit. To `.pt`: everything, in a compact file without unused or superseded records; of a whole
     module that `at` names, and of a program, the state dict. A folder of weights gets the configuration and tokenizer
-    of `like`, else those beside the input. `against` is any model that `warm_start` takes. For input in memory and no
-    output, returns the result; it takes `only`, `exclude`, `at`, `weights_only` and `optimizer_as`.
+    of `like`, else those beside the input. `against` is any model that `warm_start` takes. Input in memory without an
+    output takes `only`, `exclude`, `at`, `weights_only` and `optimizer_as`.
     Raises `Unsupported` naming what the container cannot hold, `OnlyAPart`.
     """
     folder = isinstance(file, (str, os.PathLike)) and folder_at(split(file)[0])

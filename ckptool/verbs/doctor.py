@@ -56,8 +56,7 @@ def doctor(
 
     `fix` does what these commands do, and writes the result once: the weights at the top of a file that
     `torch.load(weights_only=True)` loads, and with `against` only if the model takes them. In place the file keeps its
-    tree. For input in memory, returns the result.
-    An error message is explained without a file, too. The model may be a module.
+    tree. An error message is explained without a file, too. The model may be a module.
     Raises `FileProblem` where the file cannot be read at all; what is wrong with its contents is a finding, or, with
     `fix` and no command that fixes it, `Unsupported`.
     """

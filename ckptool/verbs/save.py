@@ -72,11 +72,12 @@ def save_for_cpu(model: Module, path: str | os.PathLike[str], *, overwrite: bool
 
     The model stays where it is: tensors on another device are copied piece by piece. `torch.load(path,
     weights_only=True)` and `model.load_state_dict` accept it.  overwrite: replace what is there. Raises `OutputExists`,
-    `DiskFull`, and `Unsupported` naming tensors that are pieces of others (FSDP).
+    `DiskFull`, `Unsupported` naming tensors that are pieces of others (FSDP), `OnlyAPart` for ungathered ones (ZeRO).
     """
 
     from ckptool.bridge.from_live import from_torch
     from ckptool.bridge.modules import unwrapped
+    from ckptool.formats.folder import as_part, refuse_placeholders
     from ckptool.transforms.rename import apply
 
     def without_inner(key: str) -> str:  # what `torch.compile` and the like put on submodules; not a submodule `module`
@@ -86,4 +87,5 @@ def save_for_cpu(model: Module, path: str | os.PathLike[str], *, overwrite: bool
     state: Any = unwrapped(model, averages=True).state_dict()
     tree = map_storages(from_torch(state), lambda storage: replace(storage, location="cpu"))
     checkpoint = Checkpoint(tree, formats.LIVE)
+    refuse_placeholders(replace(checkpoint, part=as_part(checkpoint)), tree.items())
     save(apply(checkpoint, [StateDict((), tree, WEIGHTS)], without_inner).checkpoint, path, overwrite=overwrite)

@@ -36,7 +36,7 @@ def unbundle(
 
     A bundle is any file whose top is a dictionary of several parts. Plain values (numbers, strings, short lists) go
     into `bundle.json`, the rest into files in the bundle's container, or the one that is asked for. Tensors that one
-    member shared with another are written for each. For input in memory and no folder, returns the members.
+    member shared with another are written for each.
     Raises `UsageError` for an unknown member or a file that is not a bundle, `Conflict` for impossible file names.
     """
     change = change_of("unbundle", folder, options, file)

@@ -58,10 +58,9 @@ def warm_start(
 ) -> LoadReport | Any:
     """Matches a checkpoint with the model `against`; with `out`, writes a checkpoint of exactly the model's keys.
 
-    For weights in memory and no `out`, returns such a state dict. The model may be a module; code of your own needs
-    torch. Rules may have operations, as those of `translate`; `only` and `exclude` are patterns for names of the model,
-    and so is that of `resize`. The half that must load does not count what `only`, `exclude` and skipped shapes leave
-    out.
+    The model may be a module; code of your own needs torch. Rules may have operations, as those of `translate`; `only`
+    and `exclude` are patterns for names of the model, and so is that of `resize`. The half that must load does not
+    count what `only`, `exclude` and skipped shapes leave out.
     `refused` of the report says why nothing is written to `out`; `report.require()` raises instead.
     """
     from ckptool.names.rule_files import all_rules

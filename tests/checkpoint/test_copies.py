@@ -25,6 +25,8 @@ from ckptool.checkpoint import files
 from ckptool.errors import CkptoolError, FileChanged, UsageError
 from tests.support.files import saved, weights
 from tests.support.looped import looped
+from tests.support.object_graphs import saved_graph
+from tests.support.same import assert_same_tree
 
 STATE = weights("a", "b")
 CONTAINERS = {".pt": None, ".safetensors": None, ".dcp": None, ".npz": None, ".index.json": "sharded"}
@@ -130,6 +132,31 @@ def test_a_pickle_never_stands_for_other_values(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(CkptoolError):
         pickle.loads(moved)["a"].numpy()
+
+
+def test_what_only_this_process_can_make_is_not_pickled(tmp_path: Path) -> None:
+    """What is in memory, and rows that are computed; a mean is pickled, also one that was read."""
+    states = {"a.pt": STATE, "b.pt": weights("b", "a")}
+    files = [ckptool.open(saved(state, tmp_path / name)) for name, state in states.items()]
+    target = saved({"a": torch.ones(3, 3), "b": STATE["b"]}, tmp_path / "target.pt")
+    larger = ckptool.warm_start(files[0], target, resize="a=rows(mean)")
+    for value in (ckptool.open(STATE), ckptool.open({"a": numpy.ones(2)}), ckptool.edit(files[0], set=STATE), larger):
+        for write in (pickle.dumps, lambda value: torch.save(value, tmp_path / "reference.pt")):
+            with pytest.raises(UsageError, match=r"ckptool.save\(tree, PATH\)"):
+                write(value)
+        assert copy.deepcopy(value)["a"].numpy().shape
+    mean = ckptool.average(files)
+    expected = ckptool.load(mean)["a"]
+    assert torch.equal(pickle.loads(pickle.dumps(mean))["a"].torch(), expected)
+
+
+def test_copies_of_whatever_people_save_are_the_same(tmp_path: Path) -> None:
+    """Objects that are not built are those without a state, or with one, in the copy, too."""
+    for graph in filter(None, map(saved_graph, range(12))):
+        (tmp_path / "a.pt").write_bytes(graph.data)
+        checkpoint = ckptool.open(tmp_path / "a.pt")
+        for make in (copy.deepcopy, COPIES["pickle"]):
+            assert_same_tree(checkpoint, make(checkpoint))
 
 
 READERS: dict[str, Callable[[Any], Any]] = {

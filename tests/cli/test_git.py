@@ -336,7 +336,9 @@ def codes(run: Run, *words: str | Path) -> tuple[int, list[list[str]]]:
 
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_problem_is_found_and_can_be_allowed(kind: str, staged: bool, repository: Path, run: Run) -> None:
+def test_each_problem_is_found_and_can_be_allowed(
+    kind: str, staged: bool, repository: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.save({"w": torch.ones(2)}, "good.pt")
     path = make_bad(kind, repository / "bad.pt")
     if staged:
@@ -348,6 +350,11 @@ def test_each_problem_is_found_and_can_be_allowed(kind: str, staged: bool, repos
     ran = run("git-check", "bad.pt", "--max-size", "1")
     assert ran.code == 1 and ran.out.startswith(f"bad.pt: 1 problem\n  {kind}: ") and "\x1b" not in ran.out
     assert not Path("TRACE").exists()
+    monkeypatch.chdir("/")  # which repository it is in depends on the file alone
+    assert codes(run, path, "--max-size", "1") == (1, [[kind]])
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    ran = run("git-check", path, "--max-size", "1")
+    assert ran.code == 2 and f"  git config --global --add safe.directory {shlex.quote(str(repository))}\n" in ran.err
 
 
 def test_outside_of_a_repository_the_contents_are_checked(tmp_path: Path, run: Run) -> None:

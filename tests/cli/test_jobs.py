@@ -48,6 +48,7 @@ WORK = {
     "inspect": [["inspect", "*"], ["inspect", "*", "--json"]],
     "convert": [["convert", "*", "--to", "safetensors", "-d", "../out"], ["convert", "*", "--all", "--to",
                 "safetensors", "-d", "../out", "--skip-refused", "--json"]],
+    "doctor": [["doctor", "*", "--fix", "-d", "../out", "--skip-refused"]],
     "strip-module": [["strip-module", "*", "--in-place", "--partial"],
                      ["strip-module", "*", "*", "--in-place", "--partial"]],
     "cast": [["cast", "*", "--dtype", "bf16", "-d", "../out", "--verify"],
@@ -203,20 +204,6 @@ def test_an_executor_that_takes_only_so_many_gets_the_others_later() -> None:
 
     with Bounded(2) as pool:
         assert [task() for task in in_turn(str, range(20), pool)] == [*map(str, range(20))]
-
-
-def test_work_is_done_in_the_folder_that_it_was_asked_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a worker on another machine stands in some folder of its own."""
-    for name in ("here", "there"):
-        (tmp_path / name).mkdir()
-    saved({"a": torch.ones(3)}, tmp_path / "here" / "m.pt")
-    monkeypatch.chdir(tmp_path / "there")
-    is_done, report = workers._outcome_in(str(tmp_path / "here"), {}, ckptool.verify, "m.pt")
-    assert is_done and report.fine and os.getcwd() == str(tmp_path / "there")
-    is_done, error = workers._outcome_in(str(tmp_path / "none"), {}, ckptool.verify, "m.pt")
-    assert not is_done and "has no folder" in error.what and three_parts(error)
-    is_done, report = workers._outcome_in(str(tmp_path / "none"), {}, ckptool.verify, str(tmp_path / "here" / "m.pt"))
-    assert is_done and report.fine
 
 
 def test_a_cluster_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -138,6 +138,20 @@ def test_placeholders_are_never_written_as_weights(tmp_path: Path) -> None:
     ckptool.convert(f"{states}#module", tmp_path / "out.safetensors", part=True, only=["places"])
 
 
+def test_placeholders_of_a_module_and_those_of_a_file_that_is_renamed(tmp_path: Path) -> None:
+    model = torch.nn.DataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+    for take in (ckptool.save_for_cpu, ckptool.convert):
+        with pytest.raises(OnlyAPart, match=r"values|placeholders"):
+            take(model, tmp_path / "out.safetensors")
+    with pytest.raises(OnlyAPart, match="Gather them first"):
+        ckptool.convert(model, tmp_path / "out.safetensors", part=True)
+    assert not list(tmp_path.glob("out*"))
+    ckptool.strip_module(saved(model.state_dict(), tmp_path / "in.pt"), tmp_path / "out.pt")
+    assert list(ckptool.open(tmp_path / "out.pt")) == list(model.module.state_dict())
+
+
 def test_a_cut_file_of_placeholders_is_not_recovered_as_weights(tmp_path: Path) -> None:
     path = ungathered(tmp_path)
     path.write_bytes(path.read_bytes()[:-40])

@@ -160,12 +160,12 @@ REFUSED: list[tuple[dict[str, str] | None, dict[str, Any], type[CkptoolError], s
     (None, {"file": "numbers.pt", "drop": ["0"]}, errors.Ambiguous, "'0' names 2 members"),
     (None, CHANGE, UsageError, "nothing to do"),
     (None, {"drop": ["a"]}, UsageError, "no member 'a'"),
-    (None, {"file": "G.pt", "drop": ["0.weight"]}, UsageError, "one set of model"),
+    (None, {"file": "G.pt", "drop": ["0.weight"]}, UsageError, "but model weights"),
     (None, {"file": "optimizer.pt", "drop": ["state"]}, UsageError, "Adam state"),
     (None, {"file": "b.tar#ema", "drop": ["x"]}, UsageError, "part of a file"),
     (GAN, {"out": "out.npz"}, UsageError, "a bundle cannot be npz"),
     (GAN, {"out": "out", "container": "sharded"}, UsageError, "a bundle cannot be sharded"),
-    ({"a": "G.pt#0.weight"}, {}, Conflict, "together would be one set"),
+    ({"a": "G.pt#0.weight"}, {}, Conflict, "together would be model weights"),
     (GAN, {"out": "G.pt"}, Conflict, "is the input itself"),
     (GAN, {"out": "b.tar"}, errors.OutputExists, "b.tar"),
     (None, {"file": "b.tar", "from_folder": "."}, UsageError, "both"),
@@ -338,7 +338,7 @@ def test_mixed_and_edited_bundles_come_back_byte_for_byte(gan_bundle: Path) -> N
 @looped(
     ("tree", "error", "words"),
     [
-        (net_state(1), UsageError, "one set of model weights"),
+        (net_state(1), UsageError, "but model weights"),
         ([net_state(1)], UsageError, "is not a bundle: it is of type list"),
         ({"a": net_state(1), None: net_state(2)}, Conflict, "cannot be called None"),
         ({"a": net_state(1), None: 3}, Conflict, "neither a string nor a number"),

@@ -102,6 +102,11 @@ def test_every_entry_is_set_and_dropped_as_python_would_and_nothing_else(tmp_pat
             continue
         after = addresses(edited(value, tmp_path, drop=[place]))
         assert list(after) == [name for name in before if not f"{name}/".startswith(f"{place}/")], place
+        above = place.split("/")[0]
+        for both in ([place, above], [above, place]):  # what goes along with another need not be there alone
+            assert list(addresses(edited(value, tmp_path, drop=both))) == [
+                name for name in before if name.split("/")[0] != above
+            ]
 
 
 @pytest.mark.parametrize("place", ["model/enc.a", "model", "optimizer/state/0", "optimizer"])

@@ -125,6 +125,8 @@ assert "torch" not in sys.modules
         (lambda given: ckptool.open(given)["module.0.weight"].narrow(0, 3, 2), "no elements 3 to 5"),
         (lambda given: ckptool.open(given)["module.0.weight"].permute((0, 0)), "no order of the dimensions"),
         (lambda given: ckptool.open(given)["module.0.weight"].reshape((-1,)), "cannot be reshaped"),
+        (lambda given: ckptool.average([{"model": given, "generator": weights()}] * 2), r"checkpoint\['model'\]"),
+        (lambda given: ckptool.spec(nn.Linear), "the class Linear is not a file"),
         (lambda given: ckptool.inspect(torch.optim.SGD([torch.ones(1)])), r"\.state_dict\(\)"),
     ],
 )
@@ -493,7 +495,6 @@ def test_tensors_are_not_said_to_be_on_a_device_that_is_not_there(tmp_path: Path
     ckptool.remap(state, tmp_path / "out.pt", to="cuda:0")
     assert ckptool.remap(ckptool.open(state), to="cpu")
     entries = dict(ckptool.open(tmp_path / "out.pt"))
-    assert {entry.device for entry in ckptool.remap(ckptool.open(tmp_path / "out.pt"), to="cuda:1").values()} == {
-        "cuda:1"
-    }
+    moved = ckptool.remap(ckptool.open(tmp_path / "out.pt"), to="cuda:1")
+    assert {entry.device for entry in moved.values()} == {"cuda:1"}
     assert ckptool.cast(entries, dtype="f16")
