@@ -9,10 +9,12 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -255,6 +257,17 @@ def test_every_error_survives_copies_and_other_processes() -> None:
     with multiprocessing.get_context("fork").Pool(1) as pool, pytest.raises(FileNotFoundError) as raised:
         pool.apply(ckptool.inspect, ["/nowhere/a.pt"])
     assert raised.value.errno == errno.ENOENT
+
+
+def test_errors_of_functions_name_functions(tmp_path: Path) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "ckptool.lora_merge(BASE, ADAPTER, out=OUT)": lambda: ckptool.lora_convert({"a": numpy.ones(2)}, to="peft"),
+        "ckptool.layouts()": lambda: ckptool.translate({"a": numpy.ones(2)}, rules_file="unknown"),
+        "ckptool.bundle(members={NAME: FILE}, out=OUT)": lambda: ckptool.bundle(from_folder=tmp_path),
+    }
+    for text, call in calls.items():
+        with pytest.raises(ckptool.CkptoolError, match=re.escape(text)):
+            call()
 
 
 def test_functions_raise_what_open_raises(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from ckptool.analysis.findings import Finding, finding
 from ckptool.analysis.inspect import NUMPY, Listing
 from ckptool.analysis.targets import CHECKPOINT, SPEC, Target, accepted, also_newer, tie_groups
 from ckptool.checkpoint import StorageRef, Tensor
-from ckptool.checkpoint.nodes import Object, OrderedDict
+from ckptool.checkpoint.nodes import Object, OrderedDict, with_article
 from ckptool.checkpoint.numpy_arrays import Array, array_tensor
 from ckptool.checkpoint.tree import address, children, item_at, walk
 from ckptool.commands import FILE, OUT, command
@@ -128,7 +128,7 @@ def _non_tensor_finding(root: StateDict, dropped: Collection[str]) -> Iterator[F
     if not odd:
         return
     entries = f"{counted(len(root.node), 'entry', 'entries')} of {root.address or 'the state dict'}"
-    kinds = {key: "None" if value is None else f"a {type(value).__name__}" for key, value in odd.items()}
+    kinds = {key: "None" if value is None else with_article(type(value).__name__) for key, value in odd.items()}
     kinds |= {key: value.name for key, value in odd.items() if isinstance(value, Object)}
     kinds |= {key: "a storage" for key, value in odd.items() if isinstance(value, StorageRef)}
     examples = listed([f"{key} ({kind})" for key, kind in kinds.items()], 3)

@@ -6,7 +6,6 @@ Nothing here reads a byte until it is asked to, and nothing changes once it is m
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import field
 from enum import Enum
@@ -96,9 +95,12 @@ class Computed:
     concatenated: bool = False
     checks: bool = False
 
+    def __deepcopy__(self, _: object) -> Computed:
+        return self  # nothing of it changes
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Raises `UsageError` for what only this process can make, unless that is copied in it."""
-        if "<locals>" in getattr(self.read, "__qualname__", "") and sys._getframe(1).f_globals["__name__"] != "copy":
+        """Raises `UsageError` for what only this process can make."""
+        if "<locals>" in getattr(self.read, "__qualname__", ""):
             fix = "Write them by ckptool.save(tree, PATH), or read them first: ckptool.load(checkpoint), entry.torch()"
             raise UsageError("values in memory, or computed as they are read, cannot be pickled as entries", "", fix)
         return object.__reduce_ex__(self, protocol)

@@ -166,7 +166,12 @@ def brief(value: Any, limit: int = 40) -> str:
     begin = value[:limit] if isinstance(value, (list, tuple, str, bytes)) else value
     within = begin if isinstance(begin, (list, tuple)) else (begin,)
     nested = any(isinstance(part, (list, tuple, dict)) for part in within)
-    return f"a {type(value).__name__}" if nested else repr(begin)[:limit]
+    return with_article(type(value).__name__) if nested else repr(begin)[:limit]
+
+
+def with_article(noun: str) -> str:
+    """`a dict`, `an int`."""
+    return f"{'an' if noun[0] in 'aeioAEIO' else 'a'} {noun}"
 
 
 def is_hashable(value: Any) -> bool:

@@ -63,7 +63,7 @@ class ArrayLike:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __dlpack__(self: Any, **options: Any) -> Any:  # else `torch.as_tensor(entry)` would ask for element by element
-        return self.torch().__dlpack__(**options)
+        return self.torch().detach().resolve_conj().resolve_neg().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0  # kDLCPU

@@ -15,6 +15,7 @@ import json
 from typing import Any
 
 from ckptool.checkpoint.files import Folder
+from ckptool.commands import FILE, OUT, Slot, command
 from ckptool.errors import Corrupt, LimitExceeded, Unsupported, is_text
 from ckptool.facts import dataclass
 from ckptool.formats.strict_json import parse_object
@@ -66,7 +67,8 @@ def read(folder: Folder) -> BundleRecord:
     """The record in a folder. Raises `Corrupt`, `Unsupported` or `LimitExceeded` where it is not one of ours."""
     if NAME not in folder:
         why = "It says which files make up a bundle, and in what order; ckptool unbundle writes it."
-        raise Unsupported(f"{folder} has no {NAME}", why, "Name the members instead: ckptool bundle NAME=FILE … -o OUT")
+        fix = f"Name the members instead: {command('bundle', members={Slot('NAME'): FILE}, out=OUT)}"
+        raise Unsupported(f"{folder} has no {NAME}", why, fix)
     source = folder.open(NAME)
     if source.size > MAX_BYTES:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"A record of a bundle has at most {MAX_BYTES:,}.")

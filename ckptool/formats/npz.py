@@ -12,7 +12,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Composite, Data, InlineBytes, TensorEntry
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Input, Source
-from ckptool.checkpoint.nodes import Global, Object
+from ckptool.checkpoint.nodes import Global, Object, with_article
 from ckptool.checkpoint.numpy_arrays import code_of
 from ckptool.commands import FILE, OUT, OUT_NPZ, Slot, command
 from ckptool.errors import Ambiguous, Unsupported, is_text, listed
@@ -126,7 +126,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
 
 def _bad_name(name: Any) -> str:
     if type(name) is not str:
-        return f"a {type(name).__name__} as a name"
+        return f"{with_article(type(name).__name__)} as a name"
     if not is_text(name) or "\0" in name:
         return "a name that is not Unicode text"
     if name.endswith(ENDING):

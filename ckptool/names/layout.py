@@ -37,6 +37,7 @@ from ckptool.names.rules import LOOK, Translation
 from ckptool.names.steps import Scope
 
 FOLDER = "layouts"
+LIST = Command(("ckptool", "translate", "--list"), "ckptool.layouts()")
 _HEADER = ("title", "source", "old", "new", "notes", "models", "same_config")
 
 
@@ -301,7 +302,7 @@ def layout_or_file(name: str | os.PathLike[str]) -> LayoutRules:
         return shipped_layout(path)
     if not os.path.lexists(path) and os.sep not in path and "." not in path:
         what = f"{path!r} is neither a file nor a shipped layout"
-        raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", "See them: ckptool translate --list")
+        raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", f"See them: {LIST}")
     return read_layout(path)
 
 

@@ -35,7 +35,7 @@ from ckptool.checkpoint.graph import (
     structural_parts,
     visit,
 )
-from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
+from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set, with_article
 from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.checkpoint.tree import address, walk
 from ckptool.errors import Unsupported, listed
@@ -145,7 +145,7 @@ class LiveReader:
     def refuse(self, value: Any, name: str = "", fix: str = "") -> Any:
         """Marks an object that cannot be saved; all of them are named at the end."""
         kind = type(value)
-        name = name or f"a {kind.__module__}.{kind.__qualname__}"
+        name = name or with_article(f"{kind.__module__}.{kind.__qualname__}")
         stand_in = Object(Global(kind.__module__, kind.__qualname__), (object.__repr__(value),))  # like no other
         if not fix and callable(getattr(value, "state_dict", None)):
             fix = "Save its .state_dict() instead."

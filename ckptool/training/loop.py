@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckptool.bridge.user_code import call_user_code
+from ckptool.checkpoint.nodes import with_article
 from ckptool.commands import arg, command
 from ckptool.errors import CkptoolError, FileProblem, NotFinite, Text, UsageError
 from ckptool.training.config import Config
@@ -180,7 +181,9 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
         with unsynchronised(runners[phase.model], micro == len(batches) - 1), autocast(config, world.device):
             loss = call_user_code(phase.loss, "task", task, runners, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            form = f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            form = (
+                f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else with_article(type(loss).__name__)
+            )
             raise UsageError(
                 f"task: the loss of {task} is {form}, not a tensor of one element",
                 "Gradients are computed from it.",

@@ -330,6 +330,8 @@ def _no_run(folder: str, why: str, fix: str) -> CkptoolError:
     """The error for a folder that is no run. At a URL nobody looked: a run is in a local folder."""
     problem = refused_place(folder, writing=True) if is_url(folder) else None
     why = why if os.path.exists(folder) else "there is no such folder"
+    parents = [os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))]
+    fix = next((f"It is a part of a run: name {parent}" for parent in parents if parent and seems_run(parent)), fix)
     return problem or UsageError(f"{folder} is not a run: {why}", "", fix)
 
 

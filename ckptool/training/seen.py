@@ -14,7 +14,7 @@ import re
 import sys
 import sysconfig
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, GeneratorType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,10 @@ _HOW = {  # what to write, by the kind of what changes; for attributes and buffe
     "ckptool.Run(…, data={owner})",
     VARIABLE: 'if a later step needs it, write run["{short}"] in place of {name}',
 }
+_HOW_IN_HARNESS = {kind: _HOW[kind] for kind in (moving.NOT_PERSISTENT, moving.MODULE_ATTRIBUTE)} | {
+    moving.GENERATOR: "draw from the global generators, which are seeded for each step and sample"
+}
+_Texts = dict[str, str]
 _LIBRARY = re.compile(rf"<frozen|{re.escape(sysconfig.get_path('stdlib'))}|.*[/\\\\](?:site|dist)-packages[/\\\\]")
 _FIXED = (int, float, complex, str, bytes, tuple, frozenset, range, type(None))
 _IN_PLACE = re.compile("INPLACE_|BINARY_OP .*=$")
@@ -126,27 +130,36 @@ class Looks:
         now = {name: number for name, (number, _) in ids.items()}
         rebound = {name for name, (number, live) in self.ids.items() if now.get(name) != number or live() is None}
         before = {name: entry for name, entry in self.entries.items() if re.split(r"[.\[#]", name)[0] not in rebound}
-        keys = [f"{name}.{key}" for name, module in objects.modules.items() for key in module.state_dict()]
-        saved = {
-            *(key.removesuffix("._extra_state") for key in keys),
-            *generators,
-            *(objects.named.keys() - objects.modules.keys()),
-        }
-        for name, part in objects_met.items():
+        saved = {*_keys(objects.modules), *generators, *(objects.named.keys() - objects.modules.keys())}
+        yield from self._changed(before, current, objects_met, saved, _HOW, kinds)
+        self.ids = ids
+
+    def notes_of_harness(self, modules: Mapping[str, nn.Module], data: Any) -> Iterator[str]:
+        """The notes to print at a save of a trainer, all of whose state is known but what its user's code keeps."""
+        self.saves += 1
+        if self.saves & (self.saves - 1) == 0:
+            reached = moving.reachable({**modules, "data": data})
+            yield from self._changed(self.entries, *reached, _keys(modules), _HOW_IN_HARNESS, {})
+
+    def _changed(
+        self, before: _Texts, current: _Texts, met: dict[str, Any], saved: set[str], how: _Texts, kinds: dict[str, Any]
+    ) -> Iterator[str]:
+        """A note for each kind of what changed and is not saved. kinds: names of what is reported with it, by kind."""
+        self.entries = current
+        for name, part in met.items():
             saved |= {f"{name}.epoch"} if callable(getattr(type(part), "set_epoch", None)) else set()
             saved |= {f"{name}.training"} if issubclass(type(part), nn.Module) else set()
         for name, kind in moving.unsaved(before or current, current, saved).items():
             owner = re.split(r"[\[#]", name)[0]  # an item goes by the name of its container
-            if owner not in self.noted:
+            if owner not in self.noted and kind in how:
                 self.noted.add(owner)
                 kinds.setdefault(kind, []).append(printable(owner))
         for kind, names in kinds.items():
             verbs = ("changes", "is") if len(names) == 1 else ("change", "are")
             owner, _, short = names[0].rpartition(".")
-            how = _HOW[VARIABLE if kind == moving.ATTRIBUTE and not owner else kind]
-            how = how.format(name=names[0], owner=owner, short=short)
-            yield f"{listed(names, 8)} ({kind}) {verbs[0]} during training and {verbs[1]} not saved; {how}"
-        self.entries, self.ids = current, ids
+            advice = how[VARIABLE if kind == moving.ATTRIBUTE and not owner else kind]
+            advice = advice.format(name=names[0], owner=owner, short=short)
+            yield f"{listed(names, 8)} ({kind}) {verbs[0]} during training and {verbs[1]} not saved; {advice}"
 
 
 # The variables of the script ------------------------------------------------------------------------------------------
@@ -263,6 +276,13 @@ def _parameters_of(objects: Objects) -> dict[str, Any]:
     """What a state is matched by: the names of a module's parameters, the number of an optimizer's groups."""
     groups: dict[str, Any] = {name: len(each.param_groups) for name, each in objects.of(torch.optim.Optimizer).items()}
     return groups | {name: [key for key, _ in module.named_parameters()] for name, module in objects.modules.items()}
+
+
+def _keys(modules: Mapping[str, nn.Module]) -> set[str]:
+    """The names of what their state dicts hold; of a module with extra state that of the module."""
+    return {
+        f"{name}.{key}".removesuffix("._extra_state") for name, each in modules.items() for key in each.state_dict()
+    }
 
 
 def _texts(values: list[Any]) -> set[str]:

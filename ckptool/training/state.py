@@ -185,7 +185,7 @@ class Objects:
                 raise
             except Exception as error:
                 raise Conflict(
-                    f"{where}: the state of {name} does not fit: {str(error)[:400]}",
+                    f"{where}: the state of {name} does not fit: {' '.join(str(error).split())[:400]}",
                     f"It was saved from a different {name}.",
                 ) from error
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptool.bridge.modules import unwrapped
 from ckptool.checkpoint.paths import absolute, temporary_files
 from ckptool.commands import arg, command
 from ckptool.errors import Corrupt, UsageError, counted, listed, printable
@@ -47,7 +48,8 @@ from ckptool.training.tasks import TASKS, Task
 class Trainer:
     """The parts of a run, and how far it has come. `step` is the number of completed optimizer steps.
 
-    models: as they are saved.  runners: the same, wrapped as the strategy runs them.  updates: the optimizers of each.
+    models: as they are saved.  built: the same in the wrappers of the user's code.  runners: wrapped as the strategy
+    runs them.  updates: the optimizers of each.
     skipped: of the checkpoints that models start from, in words.  loss: the mean over the samples of the last step.
     best: metric, value and step of the best evaluation.  stale: with `stop.patience`, the metric, the value to improve
     on, and the count of evaluations in a row that did not.  samples: how many were trained on.
@@ -59,6 +61,7 @@ class Trainer:
     data: Samples
     task: Task
     models: dict[str, nn.Module]
+    built: dict[str, nn.Module]
     runners: dict[str, nn.Module]
     optimizers: dict[str, torch.optim.Optimizer]
     updates: dict[str, Update]
@@ -91,7 +94,7 @@ class Trainer:
         for name, freezing in self.freezing.items():
             # A wrapper fixes which gradients the processes exchange.
             if freezing.apply(self.step) and self.config.strategy == "ddp":
-                self.runners[name] = wrapped(self.models[name], self.config, self.world)
+                self.runners[name] = wrapped(self.built[name], self.config, self.world)
 
     def key(self, kind: str, name: str) -> str:
         """The name by which a part is saved: `model`; with several models `model_NAME`.
@@ -159,20 +162,21 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
     if asking and not data.epoch_count:
         what = f"data: {config.data.name} has no length, so the steps of an epoch cannot be counted"
         raise UsageError(what, f"It is counted in epochs: {', '.join(asking)}.", "Give it __len__, or count in steps.")
-    models, freezing, optimizers, updates = {}, {}, {}, {}
+    models, built, freezing, optimizers, updates = {}, {}, {}, {}, {}
     skipped: list[str] = []
     for name, settings in config.models.items():
         seed_all(torch.device("cpu"), config.seed, "init", name)
-        models[name] = placed(build_model(settings, data, fresh=fresh, name=name, say=skipped.append), config, world)
+        built[name] = build_model(settings, data, fresh=fresh, name=name, say=skipped.append)
+        models[name] = placed(unwrapped(built[name]), config, world)
         if config.train.activation_checkpoint is not None:
             checkpoint_activations(models[name], config.train.activation_checkpoint, say)
         freezing[name] = Freezing(models[name], settings.freeze)
         freezing[name].apply(0)
         optims = {key: options for key, options in config.optim.items() if config.model_of(key) == name}
         shares = optim.shares(models[name], optims, freezing[name].never)
-        built = {key: optim.build_optimizer(models[name], optims[key], share) for key, share in shares.items()}
-        optimizers.update(built)
-        updates[name] = Update(built, optims, settings.clip)
+        of_model = {key: optim.build_optimizer(models[name], optims[key], share) for key, share in shares.items()}
+        optimizers.update(of_model)
+        updates[name] = Update(of_model, optims, settings.clip)
     for words in skipped:
         say(words)
     trainer = Trainer(
@@ -181,7 +185,8 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         data,
         task,
         models,
-        runners={name: wrapped(model, config, world) for name, model in models.items()},
+        built,
+        runners={name: wrapped(model, config, world) for name, model in built.items()},
         optimizers=optimizers,
         updates=updates,
         schedules={key: optim.build_schedule(each, planned[key]) for key, each in optimizers.items() if key in planned},
@@ -415,7 +420,10 @@ class TrainerRun(Run):
         self._metrics = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
 
     def _say_notes(self, first: bool) -> None:
-        pass  # the harness knows its objects and their randomness
+        data = self.trainer.data
+        is_saved = "state" in (data.position or ())
+        for text in self._looks.notes_of_harness(self.trainer.models, None if is_saved else data.dataset):
+            self._say_once(text)
 
     def _leave(self, *, stopped: bool) -> None:
         trainer, status, code, why = self.trainer, "stopped", 0, ""

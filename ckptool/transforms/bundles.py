@@ -58,7 +58,7 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
 
     among: names already in use, which only must not clash with these.
     """
-    fix = f"Give it another name: NAME=FILE, or, in a bundle, {arg(rename={Slot('OLD'): Slot('NEW')})}"
+    fix = f"Give it another name; in a bundle: {arg(rename={Slot('OLD'): Slot('NEW')})}"
     taken: dict[str, Any] = {_folded(name): name for name in among}
     for name in names:
         if type(name) is str and is_text(name) and name.isprintable() and not _NO_FILE.search(name):

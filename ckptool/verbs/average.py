@@ -72,7 +72,8 @@ def average(
     merge = means.merge_of(method, count, settings)
     inputs = [open_whole(file, at, part=part) for file in ([] if base is None else [base]) + files]
     roots = [one_state_dict(file.checkpoint, file.at) for file in inputs]
-    names = [file.path or f"checkpoint {number}" for number, file in enumerate(inputs, count + 1 - len(inputs))]
+    names = [file.argument or f"checkpoint {number}" for number, file in enumerate(inputs, count + 1 - len(inputs))]
+    taken = {(file.path, root.address) for file, (root, _) in zip(inputs, roots, strict=True)}
     for file, (root, _) in zip(inputs, roots, strict=True):
         refuse_placeholders(file.checkpoint, root.node.items())
         refuse_quantized(file.checkpoint, [root.node], "Averaged")
@@ -91,7 +92,7 @@ def average(
     leftovers = []
     for file, (checkpoint, root), keys in zip(inputs, pairs, training, strict=True):
         addresses = [address((*root.base, *root.path, key)) for key in root.node if key in keys]
-        addresses += around(checkpoint, root)
+        addresses += [place for place in around(checkpoint, root) if (file.path, place) not in taken]
         leftovers.append(left_behind(checkpoint, addresses, tree, chosen=file.at is not None))
     saved = change.write(original, changed, inputs=sources)
     # Of all inputs, each name once.
@@ -101,11 +102,9 @@ def average(
     )
     paths = [printable(name) for name in names[-count:]]
     listing = listed([f"{name} ({why})" for name, why in copied.items()], 4)
-    notes = []
-    if merge.method == "mean" and abs(sum(merge.weights) - 1) >= 1e-6:
-        message = f"the weights add up to {sum(merge.weights):.6g}, not 1, which scales the result"
-        notes.append(Note("weights-sum", message))
-    place = f" of {roots[-1][0].address}" if roots[-1][0].address else ""
+    message = f"the weights add up to {sum(merge.weights):.6g}, not 1, which scales the result"
+    scales = merge.method == "mean" and abs(sum(merge.weights) - 1) >= 1e-6
+    place = f" of {roots[-1][0].address}" if roots[-1][0].address and len({place for _, place in taken}) == 1 else ""
     remark = next((f" ({remark})" for _, remark in roots if remark), "")
     merged = "the mean" if merge.method == "mean" else f"the {merge.method} merge"
     return saved.about(
@@ -114,7 +113,7 @@ def average(
         Row("settings", merge.settings, merge.settings),
         Row("kept", copied, [f"copied from {paths[-1]}: {listing}"] if listing else []),
         Row("left_behind", addresses, Behind(weighing, plain, {}).lines),
-        notes=notes,
+        notes=[Note("weights-sum", message)] if scales else [],
         files=paths,
         weights=list(merge.weights),
         method=merge.method,

@@ -14,7 +14,7 @@ from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.formats import SHARDED, CheckpointLike, Opened, PathLike, changeable, open_file, open_whole
 from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
 from ckptool.formats.sharded import divided
-from ckptool.names.layout import LayoutList, layout_or_file, shipped, shipped_layout
+from ckptool.names.layout import LIST, LayoutList, layout_or_file, shipped, shipped_layout
 from ckptool.names.rules import Translation, parse_rules, parse_setting
 from ckptool.output import replace_file
 from ckptool.transforms.find_rules import FoundRules, proved_rules
@@ -44,7 +44,7 @@ def _words(
     if show_list:
         return layouts(rules_file)
     if not words:
-        raise UsageError("translate was given no file", "", "See the shipped layouts: ckptool translate --list")
+        raise UsageError("translate was given no file", "", f"See the shipped layouts: {LIST}")
     files, rules = files_and_rules("translate", words, rules_file is not None or find)
     if not find:
         return {"file": files, "rules": rules}
@@ -216,7 +216,7 @@ def layouts(name: str | None = None) -> LayoutList:
     """
     if name is not None and name not in shipped():
         what = f"{name!r} is not a shipped layout"
-        raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", "See them: ckptool translate --list")
+        raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", f"See them: {LIST}")
     return LayoutList(tuple(shipped_layout(shipped_name) for shipped_name in shipped() if name in (None, shipped_name)))
 
 
@@ -240,8 +240,8 @@ def find_rules(
         check_text(out, overwrite=overwrite)
     opened = [open_whole(file, part=part) for file in (old, new)]
     old_root, new_root = (one_state_dict(source.checkpoint, source.at)[0] for source in opened)
-    report = proved_rules(old_root.node, new_root.node)
-    report = replace(report, old=opened[0].name, new=opened[1].name, dry_run=dry_run)
+    names = [source.argument or source.name for source in opened]
+    report = replace(proved_rules(old_root.node, new_root.node), old=names[0], new=names[1], dry_run=dry_run)
     report = replace(report, output=os.fspath(out) if out is not None and report.rules else "")
     if report.output and not dry_run:
         replace_file(report.rules_file().encode(), report.output, overwrite=overwrite)

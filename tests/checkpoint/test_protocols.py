@@ -200,6 +200,15 @@ def test_as_an_array(entry: TensorEntry) -> None:
     assert float(numpy.linalg.norm(entry)) == pytest.approx(float(WEIGHT.norm()))
 
 
+def test_as_a_tensor_of_torch(tmp_path: Path) -> None:
+    """Also what torch itself gives to no other library: parameters, and conjugated and negated views."""
+    wave = torch.randn(3, dtype=torch.complex64)
+    tensors = {"p": nn.Parameter(WEIGHT), "c": wave.conj(), "n": wave.clone().conj().imag, "h": WEIGHT.bfloat16()}
+    for name, entry in ckptool.open(saved(tensors, tmp_path / "a.pt")).items():
+        for make in (torch.as_tensor, torch.tensor, torch.from_dlpack):
+            assert torch.equal(make(entry), tensors[name].detach()), name
+
+
 def test_its_facts(ckpt: Checkpoint, entry: TensorEntry) -> None:
     assert (entry.ndim, len(entry), entry.size(), entry.size(0), entry.device) == (2, 40, (40, 6), 40, "cpu")
     assert entry.T.shape == (6, 40) and numpy.array_equal(entry.T, WEIGHT.T)

@@ -167,7 +167,7 @@ def test_the_same_tree_is_the_same_bytes_and_numpys_words(tmp_path: Path) -> Non
     [
         ({"a": torch.ones(2, dtype=torch.bfloat16)}, "a (type bf16)"),
         ({"a": torch.ones(2, dtype=torch.float8_e5m2)}, "a (type f8_e5m2)"),
-        ({1: torch.ones(2)}, "1 (a int as a name)"),
+        ({1: torch.ones(2)}, "1 (an int as a name)"),
         ({"a.npy": torch.ones(2)}, "a.npy (a name that ends with .npy)"),
         ({"a\0b": torch.ones(2)}, r"a\x00b (a name that is not Unicode text)"),
         ({"a\ud800": torch.ones(2)}, r"a\ud800 (a name that is not Unicode text)"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,18 @@ def test_a_compiled_model_leaves_no_prefix_and_the_same_weights(tmp_path: Path) 
     run_to_end(tmp_path / "a", "train.steps=6", NO_DROPOUT)
     run_to_end(tmp_path / "b", "train.steps=6", NO_DROPOUT, "train.compile=eager")
     assert first_difference(tree_of(tmp_path / "a", 6), tree_of(tmp_path / "b", 6)) == ""
+
+
+def test_a_wrapper_of_the_users_own_code_is_in_no_name(tmp_path: Path) -> None:
+    """Of weights, averages and optimizers; patterns are those of the model inside. The run goes on without it."""
+    for wrapper, strategy in product(("", "compiled", "replicated"), ("single", "fsdp")):
+        path, changes = tmp_path / f"{wrapper}-{strategy}", ("train.ema=0.9", f"strategy={strategy}")
+        model = {"main": {"name": own("layers"), "args": {"wrapper": wrapper}, "freeze": ["0.bias"]}}
+        groups = {"main": {"groups": [{"match": "0.weight", "lr": 0.1}]}}
+        run_to_end(path, "train.steps=3", *changes, models=model, optim=groups)
+        run_to_end(path, "train.steps=6", "train.ema=0.9", models=model, optim=groups)
+        trees = [tree_of(folder, 6) | {"config": ""} for folder in (path, tmp_path / "-single")]
+        assert first_difference(*trees) == "", (wrapper, strategy)
 
 
 # Randomness ----------------------------------------------------------------------------------------------------------

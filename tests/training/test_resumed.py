@@ -321,3 +321,25 @@ def state_by_name(made: Trainer) -> dict[str, torch.Tensor]:
             slots = made.optimizers["main"].state[parameter]
             found |= {f"{name} {slot}": value for slot, value in slots.items() if isinstance(value, torch.Tensor)}
     return found
+
+
+def test_what_the_users_code_keeps_and_no_checkpoint_has_is_told(tmp_path: Path) -> None:
+    """Once; not what a module saves itself."""
+    notes: dict[str, list[str]] = {}
+    for name, data in (("Remembers", "PointItems"), ("Extra", "PointItems"), ("layers", "Noisy")):
+        notes[name] = []
+        sections = {"models": {"main": {"name": own(name)}}, "data": {"name": own(data), "batch": 8}}
+        made = config("save.every=1", "train.steps=9", run=tmp_path / name, **sections)
+        start(made, say=notes[name].append)
+    said = " changes during training and is not saved; "
+    draw = "draw from the global generators, which are seeded for each step and sample"
+    buffer = "make it a buffer, or give the module get_extra_state() and set_extra_state()"
+    assert notes == {
+        "Remembers": [
+            f"main.mean (non-persistent buffer){said}write: register_buffer(…, persistent=True)",
+            f"main.calls (module attribute){said}{buffer}",
+            f"main.noise (generator){said}{draw}",
+        ],
+        "Extra": [],
+        "layers": [f"data.random (generator){said}{draw}"],
+    }

@@ -358,6 +358,8 @@ def test_resume_must_have_something(tmp_path: Path) -> None:
     refused("usage", tmp_path, lambda: resume(str(tmp_path / "nowhere")), "is not a run: there is no such folder")
     refused("usage", tmp_path, lambda: start(config(run=tmp_path / "none"), resume="must"), "is not a run")
     run = begun(tmp_path)
+    for inside in ("run.yaml", "checkpoints", "checkpoints/step-00000010.pt"):
+        refused("usage", tmp_path, lambda: resume(str(run / inside)), f"It is a part of a run: name {run}")  # noqa: B023
     (run / "run.yaml").write_text((run / "run.yaml").read_text().partition("\n")[2])
     with pytest.raises(Corrupt, match="is not a run's configuration"):
         on(run)

@@ -27,7 +27,7 @@ from ckptool.checkpoint import InlineBytes, Note, Storage, TensorEntry
 from ckptool.checkpoint.arrays import TensorValues
 from ckptool.checkpoint.dtypes import DType, by_name, has_numbers, in_type
 from ckptool.checkpoint.paths import match_within_limit
-from ckptool.commands import FILE, OUT, PATTERN, arg, command
+from ckptool.commands import FILE, OUT, PATTERN, Slot, arg, command
 from ckptool.conventions.adapter_keys import (
     BIAS,
     DIFF,
@@ -186,8 +186,8 @@ def read_adapter(
         notes.append(Note("original-module", message))
     schemes = list(dict.fromkeys(label.scheme for label, parts in groups.values() if "" not in parts))
     if not any(role not in ("", "alpha") for _, parts in groups.values() for role in parts):
-        why, fix = "It is not a known adapter.", "lora merge takes the base first: lora merge BASE ADAPTER"
-        raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", why, fix)
+        fix = f"The base comes first: {command('lora merge', Slot('BASE'), Slot('ADAPTER'), out=OUT)}"
+        raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", "It is not a known adapter.", fix)
     if len(schemes) > 1:
         raise Conflict(f"{name} mixes the names of {listed(schemes)}", "Each scheme has its own way of scaling.")
     configs: dict[str, dict[str, Any]] = {}  # stored in the file by diffusers: by component, with PEFT's fields
@@ -408,7 +408,7 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
     name, old, details = adapter.name, adapter.scheme, list[str]()
     if whole_keys := [delta.keys[""] for delta in adapter.deltas if delta.method == WHOLE]:
         what = f"{name} has whole tensors (modules_to_save): {listed(whole_keys)}"
-        fix = f"Extract it without them: lora extract {arg(exclude=PATTERN)}"
+        fix = f"Extract it without them: {arg(exclude=PATTERN)}"
         raise Unsupported(what, f"{scheme} would lose them.", fix)
     for delta in adapter.deltas:
         is_bias, dora = delta.method == BIAS, delta.magnitude is not None

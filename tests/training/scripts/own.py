@@ -145,6 +145,51 @@ def outside(dataset, generator):
 # Models and first values ---------------------------------------------------------------------------------------------
 
 
+def layers(inputs, classes, wrapper=""):
+    """In a wrapper, as people return them."""
+    model = nn.Sequential(nn.Linear(inputs[0], classes))
+    wrappers = {"compiled": lambda model: torch.compile(model, backend="eager"), "replicated": nn.DataParallel}
+    return wrappers[wrapper](model) if wrapper else model
+
+
+class Remembers(nn.Linear):
+    """What no state dict has: a counter, a generator, a buffer that is left out."""
+
+    def __init__(self, inputs, classes):
+        super().__init__(inputs[0], classes)
+        self.calls, self.noise = 0, torch.Generator().manual_seed(1)
+        self.register_buffer("mean", torch.zeros(inputs[0]), persistent=False)
+        self.last = None  # a tensor of the graph is not looked at
+
+    def forward(self, x, *others):
+        if self.training:
+            self.calls += 1
+            self.mean = self.mean * 0.9 + x.mean(0).detach() * 0.1
+        self.last = super().forward(x - self.mean + torch.rand(x.shape, generator=self.noise))
+        return self.last * (1 + self.calls / 100)
+
+
+class Extra(Remembers):
+    def get_extra_state(self):
+        return {"calls": self.calls, "noise": self.noise.get_state(), "mean": self.mean}
+
+    def set_extra_state(self, state):
+        self.calls, self.mean = state["calls"], state["mean"].clone()
+        self.noise.set_state(state["noise"])
+
+
+class Noisy(PointItems):
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.random = random.Random(0)
+
+    def __getitem__(self, i):
+        points, label, *others = super().__getitem__(i)
+        return points + self.random.random(), label, *others
+
+
 def matrix(inputs, classes):
     return nn.Linear(inputs[0], classes, bias=False)
 
