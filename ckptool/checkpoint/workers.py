@@ -163,7 +163,8 @@ class _Crew:
     def end(self) -> None:
         """Ends all processes of its own, and cancels what other workers have not begun."""
         if self.pool is not None:
-            _end(self.pool)
+            with signals_held():  # a second one waits, or what is ended would be left half-way
+                _end(self.pool)
         for outcome in self.outcomes.values():
             outcome.cancel()
 
@@ -172,13 +173,10 @@ class _Crew:
 def _starting() -> Iterator[None]:
     """Where processes are started: they do not import the main program, which need not be written for that, and hold
     signals back until they are ready for them."""
-    main = sys.modules["__main__"]
-    with signals_held():
+    with signals_held(), ExitStack() as stack:
+        stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
         sys.modules["__main__"] = ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = main
+        yield
 
 
 def _end(pool: ProcessPoolExecutor) -> None:
@@ -189,8 +187,7 @@ def _end(pool: ProcessPoolExecutor) -> None:
     limit = time.monotonic() + PATIENCE
     for process in processes:
         process.join(max(0.0, limit - time.monotonic()))
-        if process.is_alive():
-            process.kill()
+        process.kill()  # which does nothing to one that has ended
     pool.shutdown(cancel_futures=True)
 
 
