@@ -32,6 +32,7 @@ from ckptool.analysis.warm_start import (
     unmet,
 )
 from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Note, Storage, Tensor, TensorEntry
+from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import literal, selected
 from ckptool.checkpoint.tree import map_storages
@@ -136,9 +137,9 @@ def plan_warm_start(
     for names in groups:  # one name of a tied tensor represents the others
         first, *others = [name for name in names if name in chosen] or [""]
         for other in others:
-            if chosen[first].tensor.view != chosen[other].tensor.view:
+            if not _are_one(chosen[first].tensor, chosen[other].tensor):
                 what = f"{printable(first)} and {printable(other)} are one tensor in the target, and "
-                what += " and ".join(printable(chosen[name].source) for name in (first, other)) + " are two"
+                what += " and ".join(printable(chosen[name].source) for name in (first, other)) + " differ"
                 refused.append(Refusal("ties-differ", what, f"Leave one out: {arg(exclude=literal(other))}"))
         if first:
             through.update(name for name in names if name != first)
@@ -146,11 +147,8 @@ def plan_warm_start(
             tied += [Tied(name, first) for name in names if name != first and name not in matched.excluded]
     # A misfit is reported under each name, a resized tensor once.
     mismatched = [fact for fact in mismatched if fact.target not in through or fact.done in (SKIPPED, REFUSED)]
-    loaded = []
-    for name in (name for name in targets if name in chosen and name not in through):
-        choice, expected = chosen[name], targets[name]
-        loaded.append(Loaded(choice.source, name, expected.kind, expected.numel, choice.how))
-
+    pairs = [(name, chosen[name], targets[name]) for name in targets if name in chosen and name not in through]
+    loaded = [Loaded(choice.source, name, each.kind, each.numel, choice.how) for name, choice, each in pairs]
     loaded_states = [Loaded(key, name, STATE, 0) for name, key in states.items()] if loaded else []  # never alone
     met = {*chosen, *states, *matched.supplied, *matched.excluded, *(fact.target for fact in mismatched)}
     taken = {*matched.pairs.values(), *states.values()}
@@ -254,9 +252,8 @@ def _match_names(keys: Sequence[str], node: Any, targets: Sequence[str], options
         shown = listed([f"{key} → {name}" for name, key in older.items()], 2)
         notes.append(Note("older-names", f"names of an older torch, read as torch reads them: {shown}"))
     if supplied:
-        shown = listed(supplied, 2)
-        notes.append(Note("supplied", f"an older torch did not save them; torch fills them in: {shown}"))
-
+        text = f"an older torch did not save them; torch fills them in: {listed(supplied, 2)}"
+        notes.append(Note("supplied", text))
     if options.only or options.exclude:  # patterns are for the target's name of a key, else for the rules' name
         goals = {key: goal for goal, key in pairs.items()}
         ours = {key: goals.get(key, name) for key, name in names.items()}
@@ -267,6 +264,16 @@ def _match_names(keys: Sequence[str], node: Any, targets: Sequence[str], options
         names = {key: name for key, name in names.items() if ours[key] not in excluded}
         pairs = {goal: key for goal, key in pairs.items() if goal not in excluded}
     return _Matched(names, pairs, excluded, supplied, notes)
+
+
+def _are_one(one: Tensor, other: Tensor) -> bool:
+    """True for one view, and for copies with the same bytes, as containers without ties have them."""
+    if one.view == other.view or not (isinstance(one, TensorEntry) and isinstance(other, TensorEntry)):
+        return one.view == other.view
+    if any(each.nbytes > each.storage.nbytes for each in (one, other)):  # expanded, maybe to terabytes
+        return False
+    facts, *others = [(each.dtype, each.shape, each.flags.lazy) for each in (one, other)]
+    return [facts] == others and sha256_of(one.row_major()).digest() == sha256_of(other.row_major()).digest()
 
 
 # Fit -----------------------------------------------------------------------------------------------------------------
@@ -342,10 +349,8 @@ _SKIP = f"Keep the model's own: {arg(on_mismatch='skip')}"
 
 
 def _refusals(report: LoadReport, options: MatchOptions, needed: int) -> list[Refusal]:
-    refusals = []
-    if not report.loaded:
-        what = "no tensor of the checkpoint fits the target"
-        refusals.append(Refusal("nothing-loaded", what, _advice(report)))
+    nothing = Refusal("nothing-loaded", "no tensor of the checkpoint fits the target", _advice(report))
+    refusals = [] if report.loaded else [nothing]
     any_way = f"{_SKIP}; compute it: {arg(resize='PATTERN=HOW')}"
     for about, fix in (("shape", any_way), ("dtype", _SKIP), ("kind", _SKIP)):
         facts = [fact for fact in report.mismatched if (fact.done, fact.about) == (REFUSED, about)]
@@ -362,9 +367,8 @@ def _refusals(report: LoadReport, options: MatchOptions, needed: int) -> list[Re
         ("skipped", [fact.target for fact in report.mismatched if fact.done == SKIPPED]),
     ):
         if options.strict and names:
-            shown = listed([printable(name) for name in names], 3)
-            what = f"{counted(len(names), 'name is', 'names are')} {word}: {shown}"
-            refusals.append(Refusal("strict", what))
+            what = f"{counted(len(names), 'name is', 'names are')} {word}"
+            refusals.append(Refusal("strict", f"{what}: {listed(list(map(printable, names)), 3)}"))
     if refusals and not report.loaded:
         return refusals
     if not refusals and options.min_loaded is None:
