@@ -39,7 +39,9 @@ def __getattr__(name: str) -> object:
         return sorted([*_HOMES, *_verbs()])
     home = _HOMES.get(name) or _verbs().get(name)
     if home is None:
-        raise AttributeError(f"module 'ckptool' has no attribute {name!r}")
+        from sys import modules
+
+        raise AttributeError(f"module 'ckptool' has no attribute {name!r}", name=name, obj=modules[__name__])
     from importlib import import_module
 
     try:

@@ -108,8 +108,10 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
         why = "File names cannot contain that."
     elif number == errno.ENOENT:
         folder = os.path.dirname(absolute(path))
-        why, fix = "No such file.", f"There is no folder {folder} either."
-        if os.path.isdir(folder):
+        why = f"There is no folder {folder}."
+        if name.startswith("~"):
+            why = f"Only a shell expands ~, and not in quotes: {os.path.expanduser(name)}"
+        elif os.path.isdir(folder):
             import difflib
 
             why, names = "There is no such name in its folder.", list[str]()

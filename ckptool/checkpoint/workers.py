@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptool.checkpoint.jobs import DASK, ENDS, Executor, Jobs, checked_jobs, deliver_signal_again, signals_held, stop
-from ckptool.checkpoint.paths import given_urls
+from ckptool.checkpoint.paths import absolute, given_urls
 from ckptool.checkpoint.progress import over
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, MissingExtra, RunFailed
@@ -55,6 +55,7 @@ def in_turn(
     if isinstance(jobs, int) and min(jobs, len(items)) < 2:
         yield from (partial(work, items[number]) for number in numbers)
         return
+    absolute(os.curdir)  # where workers work, too
     with ExitStack() as stack:
         executor = stack.enter_context(_cluster(jobs)) if isinstance(jobs, str) else jobs
         crew = _Crew(work, items, executor)
@@ -65,6 +66,8 @@ def in_turn(
 @contextmanager
 def _cluster(address: str) -> Iterator[Executor]:
     """The workers of a dask scheduler."""
+    from socket import create_connection
+
     try:
         distributed: Any = import_module("distributed")
     except ImportError as error:
@@ -76,9 +79,12 @@ def _cluster(address: str) -> Iterator[Executor]:
             stack.callback(setattr, log, "disabled", log.disabled)
             log.disabled = True
         try:
+            socket_address = distributed.comm.get_address_host_port(place)
+            with suppress(ConnectionError), create_connection(socket_address, PATIENCE) as probe:
+                probe.recv(1)  # of another server, which does not speak first: dask would wait for it for ever
             client = stack.enter_context(distributed.Client(place, timeout=PATIENCE, set_as_default=False))
             client.wait_for_workers(1, timeout=PATIENCE)
-        except (OSError, ValueError) as error:
+        except Exception as error:
             what = f"no worker of a dask scheduler answers at {place}"
             raise RunFailed(what, str(error), f"Start both: dask scheduler; dask worker {place}") from error
         stack.callback(ended.set)
@@ -110,8 +116,7 @@ class _Crew:
         from concurrent.futures import ProcessPoolExecutor
         from multiprocessing import get_context
 
-        facts = os.getpid(), given_urls()
-        self.pool = ProcessPoolExecutor(count, get_context("spawn"), initializer=_serve, initargs=facts)
+        self.pool = ProcessPoolExecutor(count, get_context("spawn"), _serve, (os.getpid(), given_urls()))
 
     def _submit(self, first: int) -> None:
         """Submits work, far enough ahead that no worker waits, and no further."""
@@ -248,9 +253,8 @@ def _outcome_in(folder: str, urls: dict[str, str], work: Work[Any, Any], item: A
             if not all(os.path.isabs(path) or "://" in path for path in (item if isinstance(item, tuple) else [item])):
                 os.close(_under_way.pop()[1])
                 what = f"{os.uname().nodename}, where a worker runs, has no folder {folder}"
-                return False, RunFailed(
-                    what, str(error), "Name files by absolute paths on a disk that all workers share, or by URLs."
-                )
+                fix = "Name files by absolute paths on a disk that all workers share, or by URLs."
+                return False, RunFailed(what, str(error), fix)
     try:
         return _tried(work, item)
     finally:

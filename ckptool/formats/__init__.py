@@ -312,6 +312,11 @@ class Opened:
         return self.path or IN_MEMORY
 
     @property
+    def argument(self) -> str:
+        """Its path, with the address that was named."""
+        return f"{self.path}#{self.at}" if self.path and self.at else self.path
+
+    @property
     def taken(self) -> Checkpoint:
         """The whole or the part that was named, as a checkpoint. Raises `UsageError` where nothing is at the
         address."""

@@ -31,7 +31,7 @@ from ckptool.checkpoint.blocks import Checksummed, Crc, Plan, Segment
 from ckptool.checkpoint.dtypes import BY_SAFETENSORS
 from ckptool.checkpoint.files import Input, Readable, Source
 from ckptool.checkpoint.nodes import with_article
-from ckptool.commands import DIR, FILE, OUT, OUT_PT, OUT_SAFETENSORS, Slot, arg, command, input_of
+from ckptool.commands import DIR, FILE, OUT, OUT_PT, OUT_SAFETENSORS, Command, Slot, arg, command, input_of
 from ckptool.errors import Ambiguous, BadTensor, Corrupt, LimitExceeded, Truncated, Unsupported, is_text, listed
 from ckptool.formats import marks
 from ckptool.formats.checksums import checksummed
@@ -44,6 +44,7 @@ MAX_HEADER = 100_000_000  # the stock library's limit
 METADATA = "__metadata__"
 MAX_TENSORS = 1_000_000
 MAX_RANK = 64
+_OTHERS = Command(("-d", DIR), "container='torch-zip'")  # how else a torch file is written
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _AS_WRITTEN = (tuple, "dtype", "shape", "data_offsets", list)
 _WHOLE_BYTES = {name: dtype for name, dtype in BY_SAFETENSORS.items() if dtype.name != "f4_e2m1fn_x2"}
@@ -296,7 +297,7 @@ def holdable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
         way = f"Write only the weights, then change those: {command('convert', file, out=OUT_SAFETENSORS)}"
     what = f"a safetensors file cannot hold {listed([f'{name!s} ({why})' for name, why in reasons.items()], 3)}"
     why = "It holds only plain tensors of its own dtypes, under names."
-    raise Unsupported(what, why, f"{way}; or keep everything: {arg(out=OUT_PT)}, or {arg(folder=DIR)}")
+    raise Unsupported(what, why, f"{way}; or keep everything: {arg(out=OUT_PT)}, or {_OTHERS}")
 
 
 def _why_not(name: Any, value: Any) -> str:

@@ -32,6 +32,7 @@ from ckptool.analysis.warm_start import (
     unmet,
 )
 from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Note, Storage, Tensor, TensorEntry
+from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import literal, selected
 from ckptool.checkpoint.tree import map_storages
@@ -136,9 +137,9 @@ def plan_warm_start(
     for names in groups:  # one name of a tied tensor represents the others
         first, *others = [name for name in names if name in chosen] or [""]
         for other in others:
-            if chosen[first].tensor.view != chosen[other].tensor.view:
+            if not _are_one(chosen[first].tensor, chosen[other].tensor):
                 what = f"{printable(first)} and {printable(other)} are one tensor in the target, and "
-                what += " and ".join(printable(chosen[name].source) for name in (first, other)) + " are two"
+                what += " and ".join(printable(chosen[name].source) for name in (first, other)) + " differ"
                 refused.append(Refusal("ties-differ", what, f"Leave one out: {arg(exclude=literal(other))}"))
         if first:
             through.update(name for name in names if name != first)
@@ -267,6 +268,16 @@ def _match_names(keys: Sequence[str], node: Any, targets: Sequence[str], options
         names = {key: name for key, name in names.items() if ours[key] not in excluded}
         pairs = {goal: key for goal, key in pairs.items() if goal not in excluded}
     return _Matched(names, pairs, excluded, supplied, notes)
+
+
+def _are_one(one: Tensor, other: Tensor) -> bool:
+    """True for one view, and for copies with the same bytes, as containers without ties have them."""
+    if one.view == other.view or not (isinstance(one, TensorEntry) and isinstance(other, TensorEntry)):
+        return one.view == other.view
+    if any(each.nbytes > each.storage.nbytes for each in (one, other)):  # expanded, maybe to terabytes
+        return False
+    facts, *others = [(each.dtype, each.shape, each.flags.lazy) for each in (one, other)]
+    return [facts] == others and sha256_of(one.row_major()).digest() == sha256_of(other.row_major()).digest()
 
 
 # Fit -----------------------------------------------------------------------------------------------------------------

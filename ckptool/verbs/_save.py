@@ -14,7 +14,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, TypedDict
 
-from ckptool import errors, formats
+from ckptool import commands, errors, formats
 from ckptool.checkpoint import Checkpoint, FileRange, Note, TensorEntry
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.dtypes import TOO_LARGE
@@ -469,12 +469,15 @@ class FileChange(Change):
 
 def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, in_place: bool = False) -> Change:
     """The target and options of a verb that writes. inputs: what it reads.  in_place: it may change a file itself.
-    Raises `TypeError` for an option that does not exist: `dryrun=True` must not write; `UsageError` for objects in
-    memory that are to be changed in place, and where an output for them looks like an option."""
+    Raises `TypeError` for an unknown option (`dryrun=True` must not write), `UsageError` for options without sense."""
     accepted = (SaveInPlace if in_place else Save).__annotations__
     if unknown := [name for name in options if name not in accepted]:
-        what = f"{VERBS[verb].function}() got an unexpected keyword argument {unknown[0]!r}"
-        raise TypeError(f"{what}; for its output it takes {', '.join(accepted)}")
+        function = commands.function_of(verb)
+        typed = {flag.strip("-"): each.name for each in commands.parameters_of(function) for flag in each.option.flags}
+        typed["folder"] = "a list of paths"
+        meant = typed.get(unknown[0]) or commands.nearest(unknown[0], commands.signature_of(function).parameters)
+        hint = f"did you mean {meant}?" if meant else f"for its output it takes {', '.join(accepted)}"
+        raise TypeError(f"{VERBS[verb].function}() got an unexpected keyword argument {unknown[0]!r}; {hint}")
     memory = any(map(is_in_memory, inputs))
     if options.get("in_place") and (remote := next((source for source in inputs if is_url(source)), None)):
         what = f"{verb} cannot change {remote} in place"
@@ -484,9 +487,10 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
         why = "What is in memory stays as it is; the result is returned."
         raise UsageError(what, why, f"Leave out {arg(in_place=True)}")
     is_word = isinstance(path, str) and "/" not in path and os.path.splitext(path)[1].lower() not in formats.SUFFIXES
-    if memory and is_word and options.get("container") is None and verb not in _OUTPUT_NEXT:
-        why = "This argument is the output, and no container has that suffix. Pass options by name."
-        fix = f"To write it all the same: container={formats.DEFAULT!r}"
+    is_word = is_word and (memory or path in ("npz", "safetensors", "torch-zip")) and verb not in _OUTPUT_NEXT
+    if is_word and options.get("container") is None:
+        why = f"This is the output, and no container has that suffix. Options have names: {arg(container='npz')}."
+        fix = f"To write it all the same: {arg(container=formats.DEFAULT)}"
         raise UsageError(f"{verb} would write a file called {path!r}", why, fix)
     if (path is None and verb == "save") or (path is not None and not isinstance(path, (str, os.PathLike))):
         what = f"{verb} was given {type(path).__name__} as its output's path"

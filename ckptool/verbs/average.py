@@ -72,8 +72,7 @@ def average(
     merge = means.merge_of(method, count, settings)
     inputs = [open_whole(file, at, part=part) for file in ([] if base is None else [base]) + files]
     roots = [one_state_dict(file.checkpoint, file.at) for file in inputs]
-    names = [file.path or f"checkpoint {number}" for number, file in enumerate(inputs, count + 1 - len(inputs))]
-    names = [f"{name}#{file.at}" if file.at and file.path else name for name, file in zip(names, inputs, strict=True)]
+    names = [file.argument or f"checkpoint {number}" for number, file in enumerate(inputs, count + 1 - len(inputs))]
     taken = {(file.path, root.address) for file, (root, _) in zip(inputs, roots, strict=True)}
     for file, (root, _) in zip(inputs, roots, strict=True):
         refuse_placeholders(file.checkpoint, root.node.items())

@@ -106,8 +106,7 @@ def bundle(
     container = change.format(bundles.container_of(parts.checkpoint))
     bundles.refuse_container("a bundle cannot be", container.name, f"{arg(out='g.tar')}; {arg(out='g.safetensors')}")
     tree = bundles.bundled(parts.checkpoint.tree, parts.original.tree, live=change.live)
-    # A new file is laid out afresh, so that the same members always give the same bytes; an edit in place keeps what is
-    # there.
+    # A new file is laid out afresh: the same members give the same bytes. An edit in place keeps what is there.
     origin = parts.original.origin if change.options["in_place"] else None
     bundled = replace(parts.checkpoint, tree=tree, source=parts.original.source, origin=origin, tensors_only=False)
     bundled = replace(bundled, container=container.name)

@@ -64,7 +64,8 @@ def _python_2_text(
 ) -> Callable[[bytes], Any]:
     """A decoder for strings of Python 2 that are not UTF-8. fix_imports: always done; known because pickle has it."""
     if unknown:
-        raise UsageError(f"load has no argument {listed(sorted(unknown))}", "", "It has those of torch.load.")
+        what = f"load has no argument {listed(sorted(unknown))}"
+        raise UsageError(what, "", "It has those of torch.load; a part is 'FILE#ADDRESS'.")
     if encoding is None:
         return bytes
     try:

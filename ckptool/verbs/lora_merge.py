@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from ckptool.analysis.quantization import refuse_quantized
-from ckptool.commands import OUT, arg, argument, command, option, verb
+from ckptool.commands import FILE, OUT, arg, argument, command, option, verb
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import NoMatch, Unsupported, UsageError, counted, printable
 from ckptool.formats import CheckpointLike, open_whole
@@ -57,7 +57,7 @@ def lora_merge(
     adapter_checkpoint, parsed = open_adapter(adapter, config)
     if not changed_base and (notes := [note for note in parsed.notes if note.code == "changed-base"]):
         why = "Merged into the original base it gives wrong values, and the files do not say which base this is."
-        retry = command("lora merge", opened.name, parsed.name, changed_base=True, out=OUT)
+        retry = command("lora merge", opened.argument or FILE, parsed.name, changed_base=True, out=OUT)
         fix = f"If this is the changed base: {retry}"
         raise Unsupported(f"{parsed.name}: {notes[0].message}", f"{why} Nothing was written.", fix)
     # By the names that the tensors have in memory, else by the file's own.

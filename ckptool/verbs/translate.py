@@ -240,8 +240,8 @@ def find_rules(
         check_text(out, overwrite=overwrite)
     opened = [open_whole(file, part=part) for file in (old, new)]
     old_root, new_root = (one_state_dict(source.checkpoint, source.at)[0] for source in opened)
-    report = proved_rules(old_root.node, new_root.node)
-    report = replace(report, old=opened[0].name, new=opened[1].name, dry_run=dry_run)
+    names = [source.argument or source.name for source in opened]
+    report = replace(proved_rules(old_root.node, new_root.node), old=names[0], new=names[1], dry_run=dry_run)
     report = replace(report, output=os.fspath(out) if out is not None and report.rules else "")
     if report.output and not dry_run:
         replace_file(report.rules_file().encode(), report.output, overwrite=overwrite)

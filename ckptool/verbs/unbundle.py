@@ -41,8 +41,7 @@ def unbundle(
     """
     change = change_of("unbundle", folder, options, file)
     if folder is None and not change.live:
-        fix = f"For example: {arg(folder='gan')}"
-        raise UsageError("unbundle writes a folder", "Each member becomes a file in it.", fix)
+        raise UsageError("unbundle writes a folder of files", "", f"For example: {arg(folder='gan')}")
     only = several(only)
     opened = open_whole(file, part=part)
     checkpoint = opened.taken

@@ -115,6 +115,7 @@ def test_a_working_directory_that_is_gone(files: Path, tmp_path: Path) -> None:
         (["inspect", "dp.pt"], 2, b"working directory is gone"),
         (["strip-module", tmp_path / "dp.pt", "-d", "out"], 2, b"working directory is gone"),
         (["bundle", "a=dp.pt", "-o", tmp_path / "out.pt"], 2, b"working directory is gone"),
+        (["verify", tmp_path / "dp.pt", tmp_path / "dp.pt", "--jobs", "2"], 2, b"working directory is gone"),
         (["strip-module", tmp_path / "dp.pt", "-o", tmp_path / "out.pt"], 0, b""),
     ):
         gone.mkdir()

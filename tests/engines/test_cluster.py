@@ -148,6 +148,15 @@ def test_a_scheduler_that_is_killed_is_told_by_the_rows_of_the_files(
     assert process.returncode == 2 and "not read" in out and "Traceback" not in err, err
 
 
+def test_a_server_that_says_nothing_is_no_cluster(tmp_path: Path) -> None:
+    """Such as that of dask's own dashboard, which waits for a question."""
+    files = [str(saved({"a": torch.ones(3)}, tmp_path / f"{number}.pt")) for number in range(2)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        process = ran(tmp_path, "verify", *files, "--jobs", f"dask://127.0.0.1:{server.getsockname()[1]}")
+        err = process.communicate(timeout=HANG)[1]
+    assert process.returncode == 2 and "no worker of a dask scheduler answers" in err, err
+
+
 def test_an_executor_of_dask_in_python(cluster: tuple[str, object], tmp_path: Path) -> None:
     files = [saved({"a": torch.ones(3)}, tmp_path / f"{number}.pt") for number in range(3)]
     with distributed.Client(f"tcp://{cluster[0]}", set_as_default=False) as client:

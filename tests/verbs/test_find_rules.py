@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from tests.support.cli import Run
+from tests.support.files import saved
 from tests.support.layout_vectors import LAYOUT_CASES, counting
 from tests.support.looped import looped
 from tests.support.random_rules import RandomRules
@@ -155,6 +156,8 @@ def test_command_writes_rules_and_exits_1_if_a_tensor_is_not_made(run: Run, tmp_
     written(tmp_path, a, {**b, "extra": random(3)})
     assert run("translate", "--find", old, new, "-o", str(out), "-f").code == 1
     assert run("translate", "--find", old).code == 2
+    parts = [f"{saved({'a': a, 'b': b}, tmp_path / 'both.pt')}#{name}" for name in "ab"]
+    assert f"{parts[0]} → {parts[1]}" in run("translate", "--find", *parts).out
 
 
 @looped("seed", range(40))

@@ -192,15 +192,27 @@ def test_verify_finds_what_is_not_what_was_meant(how: str, tmp_path: Path, monke
     refused(VerifyFailed, tmp_path, change, r"a\.w differs in values")
 
 
-@pytest.mark.parametrize("option", ["dryrun", "force", "in_place_"])
+MEANT = {
+    "dryrun": "mean dry_run",
+    "force": "mean overwrite",
+    "zz": "overwrite, dry_run",
+    "folder": "mean a list of paths",
+}
+
+
+@pytest.mark.parametrize("option", MEANT)
 def test_an_option_that_there_is_not_writes_nothing(option: str, tmp_path: Path) -> None:
     file = make("dp.pt", tmp_path)
     calls: dict[str, Any] = {"strip_module": {}, "convert": {}, "remap": {"to": "cpu"}, "slim": {}}
     calls |= {"edit": {"set": {"x": 1}}, "warm_start": {"against": file}, "unbundle": {}}
     for verb, more in calls.items():
+        if (verb, option) == ("unbundle", "folder"):
+            continue
         more = {"folder" if verb == "unbundle" else "out": tmp_path / "out", **more, option: True}
-        with pytest.raises(TypeError, match=f"{option}.*overwrite, dry_run"):
+        with pytest.raises(TypeError, match=f"{option}.*{MEANT[option]}"):
             getattr(ckptool, verb)(file, **more)
+    with pytest.raises(UsageError, match="container='torch-zip'"):
+        ckptool.convert(file, "safetensors")
     assert os.listdir(tmp_path) == ["dp.pt"]
 
 

@@ -60,6 +60,12 @@ def test_ties_are_the_targets(tmp_path: Path) -> None:
     report, done = warm_started(one, tied, tmp_path / "tied_out.pt", strict=True)
     assert done["head.weight"].data_ptr() == done["embed.weight"].data_ptr()
     assert report.tied == (("head.weight", "embed.weight"),)
+    ckptool.convert(tied, tmp_path / "tied.npz")  # two copies
+    for copies in (loose, tmp_path / "tied.npz"):
+        _, done = warm_started(copies, tied, tmp_path / f"of_{copies.name}.pt", strict=True)
+        assert done["head.weight"].data_ptr() == done["embed.weight"].data_ptr()
+    loose = saved({key: value + ("head" in key) for key, value in state.items()}, tmp_path / "loose2.pt")
+    assert [cause.code for cause in ckptool.warm_start(loose, tied).refused] == ["ties-differ"]
 
 
 def test_what_is_one_parameter_in_the_target_stays_one(tmp_path: Path) -> None:
