@@ -62,6 +62,5 @@ def prove(
             path = Path(folder, "run.yaml")
             settings = configfile.read(config, [*saves, *several(set)]).dumped()
             path.write_text(run_folder.dumped(settings), encoding="utf-8")
-            words = ("ckptool", "train", str(path), "--set", "run={run}", "--resume", "auto", "-q")
-            command = [sys.executable, "-m", *words]
+            command = [sys.executable, *"-m ckptool train -q --set run={run} --resume auto".split(), str(path)]
         return prove_command(command, kills=kills, seed=seed, timeout=timeout, say=say or str)
