@@ -60,7 +60,18 @@ def prove(
 
             saves = [f"train.steps={steps}", "train.epochs=null", f"save.every={max(1, steps // 20)}"] if steps else []
             path = Path(folder, "run.yaml")
-            settings = configfile.read(config, [*saves, *several(set)]).dumped()
-            path.write_text(run_folder.dumped(settings), encoding="utf-8")
-            command = [sys.executable, *"-m ckptool train -q --set run={run} --resume auto".split(), str(path)]
+            text = run_folder.dumped(configfile.read(config, [*saves, *several(set)]).dumped())
+            path.write_text(text, encoding="utf-8")
+            command = [
+                sys.executable,
+                "-m",
+                "ckptool",
+                "train",
+                str(path),
+                "--set",
+                "run={run}",
+                "--resume",
+                "auto",
+                "-q",
+            ]
         return prove_command(command, kills=kills, seed=seed, timeout=timeout, say=say or str)
