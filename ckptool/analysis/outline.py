@@ -97,8 +97,7 @@ class Branch:
     @cached_property
     def below(self) -> list[Branch]:
         """What stands below it where nothing is left out; the members of a folded one."""
-        start = self.depth - bool(self.members)
-        return [_compressed(child, start) for child in self.members or self.children]
+        return [_compressed(child, self.depth - bool(self.members)) for child in self.members or self.children]
 
     @cached_property
     def children(self) -> list[Branch]:

@@ -287,8 +287,7 @@ def indexed(entry: TensorEntry, key: Any) -> Any:
     forward: Any = tuple(slice(None, None, -1 if step < 0 else 1) for step in chosen.strides)
     straight = chosen[(*forward, ...)]
     offset = entry.offset + straight.ctypes.data - addresses.ctypes.data if straight.size else 0
-    view = replace(entry, shape=straight.shape, stride=straight.strides, offset=offset)
-    return to_numpy(view, check=False)[forward]
+    return to_numpy(replace(entry, shape=straight.shape, stride=straight.strides, offset=offset), check=False)[forward]
 
 
 # Computed bytes -------------------------------------------------------------------------------------------------------

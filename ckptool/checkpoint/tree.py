@@ -408,5 +408,4 @@ def detached(value: Any) -> Tensor | None:
         value = value.args[0]
     if not isinstance(value, TensorEntry):
         return value if isinstance(value, Composite) else None
-    flags = Flags(conj=value.flags.conj, neg=value.flags.neg)
-    return value.with_flags(flags)
+    return value.with_flags(Flags(conj=value.flags.conj, neg=value.flags.neg))

@@ -229,8 +229,7 @@ def in_words(error: Exception) -> CkptoolError:
     is_silent = isinstance(error, SystemError) and (" without " in str(error) or type(error.__cause__) is MemoryError)
     if isinstance(error, (MemoryError, RecursionError)) or is_silent:
         what = "there is not enough memory" if not isinstance(error, RecursionError) else "values are nested too deep"
-        why = "The file needs more than this machine has, or is malicious. Outputs are unchanged."
-        return LimitExceeded(what, why)
+        return LimitExceeded(what, "The file needs more than this machine has, or is malicious. Outputs are unchanged.")
     frame = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({os.path.basename(frame[0].filename)}:{frame[0].lineno})" if frame else ""
     why = "This is a bug in ckptool, not in what you typed. Files are unchanged or complete."

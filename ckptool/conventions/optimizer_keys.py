@@ -98,8 +98,7 @@ def _unflattened(node: dict[Any, Any]) -> dict[Any, Any]:
         for part in (flat.name, *flat.inner[:-1]):
             state = state.setdefault(part, {})
             if not isinstance(state, dict):
-                what = f"an optimizer's key {key[:200]} leads through another value"
-                raise Corrupt(what, "It was damaged.")
+                raise Corrupt(f"an optimizer's key {key[:200]} leads through another value", "It was damaged.")
         state[flat.inner[-1]] = value
     for prefix, names in options.items():
         (result[prefix[:-1]] if prefix else result)["param_groups"] += _groups(names)

@@ -429,8 +429,7 @@ def _of_members(checkpoint: Checkpoint, part: PartOf, otherwise: str | Command) 
     if part.join:
         how = part.join if isinstance(part.join, Command) else Command(part.join)
         fix = f"Say how: {how} (docs/formats.md has rules to start from); or n{fix[1:]}"
-    what = f"{part.whole} is a folder, of which {part.label} are there and whole"
-    return OnlyAPart(what, part.sentence(), fix)
+    return OnlyAPart(f"{part.whole} is a folder, of which {part.label} are there and whole", part.sentence(), fix)
 
 
 def changeable(opened: Opened) -> Opened:

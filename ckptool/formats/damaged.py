@@ -209,8 +209,7 @@ def with_whole_count(error: CkptoolError, source: Input) -> CkptoolError:
         if walk.sizes and not _is_program(walk.root, [record.name for record in walk.records]):
             storages = counted(len(walk.sizes), "storage")
             tally = counted(len(intact), f"of its {storages} looks whole", f"of its {storages} look whole")
-            why = f"{error.why} {tally}. Copy or download it again if you can."
-            return type(error)(error.what, why, fix)
+            return type(error)(error.what, f"{error.why} {tally}. Copy or download it again if you can.", fix)
     return error
 
 

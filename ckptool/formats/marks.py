@@ -57,8 +57,7 @@ def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
 def noted(code: str, names: Iterable[object], one: str, many: str, about: str, fix: tuple[str, ...] = ()) -> list[Note]:
     """The note on several things of one kind, if there are any: how many, in words with their verb, and the first."""
     things = list(names)
-    message = f"{counted(len(things), one, many)} {about}: {listed(things, 3)}"
-    return [Note(code, message, fix)] if things else []
+    return [Note(code, f"{counted(len(things), one, many)} {about}: {listed(things, 3)}", fix)] if things else []
 
 
 # Codes of the notes on what was chosen among the values of several ranks, or among several checkpoints, or may be

@@ -258,8 +258,7 @@ def blocks(
 
 def _with_offsets(runs: list[Run]) -> list[tuple[int, int, int]]:
     """Each run with its offset in the local tensor."""
-    offsets = accumulate((length for _, length in runs), initial=0)
-    return [(at, *run) for at, run in zip(offsets, runs, strict=False)]
+    return [(at, *run) for at, run in zip(accumulate((length for _, length in runs), initial=0), runs, strict=False)]
 
 
 def runs_of(shape: tuple[int, ...], mesh: Mesh, axes: tuple[Axis, ...], order: Order) -> list[list[Run]]:
@@ -419,8 +418,7 @@ class _SideBySide:
         name = address(path)
         tensors = [tensor for tensor in map(distributed, values) if tensor is not None]
         if tensors and len(tensors) < len(values):
-            what = f"{name} is sharded in some of the ranks' files and whole in others"
-            raise another_run(self.where, what)
+            raise another_run(self.where, f"{name} is sharded in some of the ranks' files and whole in others")
         if tensors:
             return self._from_shares(name, [f.share(name, tensor) for f, tensor in zip(files, tensors, strict=True)])
         entries = [value for value in values if type(value) is TensorEntry]

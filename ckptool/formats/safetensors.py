@@ -74,8 +74,7 @@ def read(source: Readable, *, cut: bool = False) -> Checkpoint:
     if size > MAX_HEADER:
         raise LimitExceeded(f"{source}: a header of {size:,} bytes", f"safetensors allows {MAX_HEADER:,}.")
     if 8 + size > source.size:
-        what = f"{source} ends inside its header, which has {size:,} bytes"
-        raise Truncated(what, fix="Copy or download it again.")
+        raise Truncated(f"{source} ends inside its header, which has {size:,} bytes", fix="Copy or download it again.")
     header = _Header(source, size, cut)
     tree, notes = header.entries, list[Note]()
     ties, tied = ties_in(header.metadata, tree), dict[str, TensorEntry]()

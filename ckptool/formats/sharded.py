@@ -131,8 +131,7 @@ def read(source: Input) -> Checkpoint:
     names = checkpoints_in(source)
     if len(names) > 1:
         what = f"{source} holds {counted(len(names), 'checkpoint')}: {listed(names)}"
-        fix = f"Name one of them: {os.path.join(source.path, names[0])}"
-        raise Ambiguous(what, "They may differ.", fix)
+        raise Ambiguous(what, "They may differ.", f"Name one of them: {os.path.join(source.path, names[0])}")
     if names:
         whole = _read_index(source, names[0]) if _is_index(names[0]) else read_alone(source.open(names[0]))
         if not (others := [other for other in _torch_names(names[0]) if other in source]):

@@ -292,18 +292,18 @@ def shipped() -> dict[str, str]:
 
 @cache
 def shipped_layout(name: str) -> LayoutRules:
+    """The layout of that name. Raises `UsageError` for an unknown one."""
+    if name not in shipped():
+        what = f"{name!r} is neither a file nor a shipped layout"
+        raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", f"See them: {LIST}")
     return read_layout(shipped()[name])
 
 
 def layout_or_file(name: str | os.PathLike[str]) -> LayoutRules:
     """The rules in a file, or the layout of that name. Raises `FileProblem` for what is neither."""
     path = os.fspath(name)
-    if path in shipped() and not os.path.isfile(path):
-        return shipped_layout(path)
-    if not os.path.lexists(path) and os.sep not in path and "." not in path:
-        what = f"{path!r} is neither a file nor a shipped layout"
-        raise UsageError(what, f"There are {listed(list(shipped()), 20)}.", f"See them: {LIST}")
-    return read_layout(path)
+    is_name = path in shipped() or not (os.path.lexists(path) or os.sep in path or "." in path)
+    return shipped_layout(path) if is_name and not os.path.isfile(path) else read_layout(path)
 
 
 def layouts_of(node: Mapping[Any, Any]) -> list[tuple[LayoutRules, bool]]:

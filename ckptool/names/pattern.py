@@ -332,8 +332,7 @@ class Name:
                     shown = sum_.text
                     for name, text in bound.items() if len(bound) == 1 else ():
                         shown = shown.replace(name, text)
-                    why = "Layer numbers start at 0. Nothing was written."
-                    raise UsageError(f"{shown} is below zero", why)
+                    raise UsageError(f"{shown} is below zero", "Layer numbers start at 0. Nothing was written.")
                 widths = [len(text) for text in bound.values() if text.startswith("0")]
                 texts.append(str(number).zfill(widths[0] if len(bound) == 1 and widths else 0))
         return "".join(texts)

@@ -337,8 +337,7 @@ def sync_folder_of(target: str) -> tuple[Note, ...]:
         os.fsync(fd)
     except OSError as error:
         why = f"its folder could not be synced ({os.strerror(error.errno or 0)}), so a power cut may undo the rename"
-        message = f"{target} is complete, but may not be durable: {why}"
-        return (Note("not-synced", message),)
+        return (Note("not-synced", f"{target} is complete, but may not be durable: {why}"),)
     finally:
         close(fd)
     return ()

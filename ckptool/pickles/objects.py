@@ -90,8 +90,7 @@ class PickleReader:
             raise self.corrupt(pos, f"a length of {size:,}")
         if size > len(self.data) - pos:
             self.at = pos
-            what = f"{size:,} bytes are expected, {max(0, len(self.data) - pos):,} are there"
-            raise Truncated(what)
+            raise Truncated(f"{size:,} bytes are expected, {max(0, len(self.data) - pos):,} are there")
         return self.data[pos : pos + size]
 
     def text(self, pos: int, size: int) -> str:
@@ -206,8 +205,7 @@ class ObjectMaker:
         """The error for a name that is not text."""
         if isinstance(module, Object) or isinstance(attribute, Object):
             self.reader.at = pos
-            why = "What gets called depends on the result of another call."
-            return UnsafeObject("a name is computed", why)
+            return UnsafeObject("a name is computed", "What gets called depends on the result of another call.")
         return self.reader.corrupt(pos, "a name is computed, not a string")
 
     def call(self, fn: Any, args: tuple[Any, ...], how: str, kwargs: Any = None) -> Object:

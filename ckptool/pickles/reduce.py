@@ -272,8 +272,7 @@ def array_entry(value: Any) -> TensorEntry:
         what, fix = f"a numpy array of type {source.dtype} is no tensor", "Convert it first: array.astype('float32')."
         raise Unsupported(what, "Tensors hold numbers and booleans.", fix)
     array = numpy.ascontiguousarray(source, source.dtype.newbyteorder("<")).reshape(source.shape)
-    strides = row_major_strides(array.shape)
-    return TensorEntry(Storage(memory(array)), dtype, array.shape, strides)
+    return TensorEntry(Storage(memory(array)), dtype, array.shape, row_major_strides(array.shape))
 
 
 def memory(array: numpy.ndarray[Any, Any]) -> Computed:

@@ -231,8 +231,7 @@ def _rebuild_parameter(args: tuple[Any, ...]) -> Any:
         return NotImplemented
     data = args[0]
     if isinstance(data, Composite):
-        call = Object(REBUILD_PARAMETER, args)
-        return Composite(call, data.kind, data.dtype, data.shape, _rebuild_parameter)
+        return Composite(Object(REBUILD_PARAMETER, args), data.kind, data.dtype, data.shape, _rebuild_parameter)
     if not isinstance(data, TensorEntry) or data.flags.requires_grad or data.flags.parameter:
         return NotImplemented
     return data.with_flags(data.flags._replace(requires_grad=args[1], parameter=True))

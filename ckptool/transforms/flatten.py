@@ -96,8 +96,7 @@ def export(
     if copy_ties:
         plain = {key: entry.alone() for key, entry in plain.items()}
     tree = OrderedDict(plain, {"_metadata": metadata}) if keep_metadata else plain
-    flat = replace(checkpoint, tree=tree, tensors_only=True, extras={})
-    return Exported(flat, tuple(behind), tuple(notes))
+    return Exported(replace(checkpoint, tree=tree, tensors_only=True, extras={}), tuple(behind), tuple(notes))
 
 
 def refuse_packed(checkpoint: Checkpoint, root: StateDict) -> None:

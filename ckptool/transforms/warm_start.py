@@ -147,11 +147,8 @@ def plan_warm_start(
             tied += [Tied(name, first) for name in names if name != first and name not in matched.excluded]
     # A misfit is reported under each name, a resized tensor once.
     mismatched = [fact for fact in mismatched if fact.target not in through or fact.done in (SKIPPED, REFUSED)]
-    loaded = []
-    for name in (name for name in targets if name in chosen and name not in through):
-        choice, expected = chosen[name], targets[name]
-        loaded.append(Loaded(choice.source, name, expected.kind, expected.numel, choice.how))
-
+    pairs = [(name, chosen[name], targets[name]) for name in targets if name in chosen and name not in through]
+    loaded = [Loaded(choice.source, name, each.kind, each.numel, choice.how) for name, choice, each in pairs]
     loaded_states = [Loaded(key, name, STATE, 0) for name, key in states.items()] if loaded else []  # never alone
     met = {*chosen, *states, *matched.supplied, *matched.excluded, *(fact.target for fact in mismatched)}
     taken = {*matched.pairs.values(), *states.values()}
@@ -255,9 +252,8 @@ def _match_names(keys: Sequence[str], node: Any, targets: Sequence[str], options
         shown = listed([f"{key} → {name}" for name, key in older.items()], 2)
         notes.append(Note("older-names", f"names of an older torch, read as torch reads them: {shown}"))
     if supplied:
-        shown = listed(supplied, 2)
-        notes.append(Note("supplied", f"an older torch did not save them; torch fills them in: {shown}"))
-
+        text = f"an older torch did not save them; torch fills them in: {listed(supplied, 2)}"
+        notes.append(Note("supplied", text))
     if options.only or options.exclude:  # patterns are for the target's name of a key, else for the rules' name
         goals = {key: goal for goal, key in pairs.items()}
         ours = {key: goals.get(key, name) for key, name in names.items()}
@@ -353,10 +349,8 @@ _SKIP = f"Keep the model's own: {arg(on_mismatch='skip')}"
 
 
 def _refusals(report: LoadReport, options: MatchOptions, needed: int) -> list[Refusal]:
-    refusals = []
-    if not report.loaded:
-        what = "no tensor of the checkpoint fits the target"
-        refusals.append(Refusal("nothing-loaded", what, _advice(report)))
+    nothing = Refusal("nothing-loaded", "no tensor of the checkpoint fits the target", _advice(report))
+    refusals = [] if report.loaded else [nothing]
     any_way = f"{_SKIP}; compute it: {arg(resize='PATTERN=HOW')}"
     for about, fix in (("shape", any_way), ("dtype", _SKIP), ("kind", _SKIP)):
         facts = [fact for fact in report.mismatched if (fact.done, fact.about) == (REFUSED, about)]
@@ -373,9 +367,8 @@ def _refusals(report: LoadReport, options: MatchOptions, needed: int) -> list[Re
         ("skipped", [fact.target for fact in report.mismatched if fact.done == SKIPPED]),
     ):
         if options.strict and names:
-            shown = listed([printable(name) for name in names], 3)
-            what = f"{counted(len(names), 'name is', 'names are')} {word}: {shown}"
-            refusals.append(Refusal("strict", what))
+            what = f"{counted(len(names), 'name is', 'names are')} {word}"
+            refusals.append(Refusal("strict", f"{what}: {listed(list(map(printable, names)), 3)}"))
     if refusals and not report.loaded:
         return refusals
     if not refusals and options.min_loaded is None:

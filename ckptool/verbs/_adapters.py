@@ -72,7 +72,6 @@ def write_adapter(change: Change, base: Checkpoint, file: AdapterFile, inputs: S
         changed = divided(changed, _WHOLE, STEMS[PEFT])
     elif DIFFUSERS_CONFIG in file.metadata and container != safetensors.NAME:
         what = f"{container} cannot hold the scales of an adapter with diffusers' names"
-        fix = f"Write {arg(out=OUT_SAFETENSORS)}"
-        raise Unsupported(what, "They are kept in the metadata of safetensors.", fix)
+        raise Unsupported(what, "They are kept in the metadata of safetensors.", f"Write {arg(out=OUT_SAFETENSORS)}")
     sources = [source for source in inputs if source is not None]
     return change.into(container).write(base, changed, inputs=sources, beside=beside)

@@ -149,8 +149,7 @@ def numbers(flag: str, text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        example = f"For example: {flag} 0.5,0.3,0.2"
-        raise UsageError(f"{flag} {text!r} is not a list of numbers", "", example) from None
+        raise UsageError(f"{flag} {text!r} is not a list of numbers", "", f"For example: {flag} 0.5,0.3,0.2") from None
 
 
 def files_and_rules(verb: str, words: Sequence[str], has_rules: bool) -> tuple[list[str], list[str]]:

@@ -151,8 +151,7 @@ def _check_steps(tables: Tables, values: dict[str, Any]) -> list[str]:
     other = next((file for file, taken in steps.items() if max(taken) == latest), "")
     for file, taken in steps.items():
         if len(taken) > 1 and max(taken) == min(taken) < latest:
-            what = f"one has the optimizer's step {latest:g}, the other {taken[0]:g}"
-            raise mixed(tables.folder, other, file, what)
+            raise mixed(tables.folder, other, file, f"one has the optimizer's step {latest:g}, the other {taken[0]:g}")
     return [file for file in tables.files if file not in steps or len(steps) < 2] if len(tables.files) > 1 else []
 
 

@@ -310,8 +310,7 @@ def _global_name(stage: StageFiles, name: str, team: int, names: Iterable[str]) 
     match = _LOCAL_EXPERT.fullmatch(name)
     if match is None:
         what = f"{stage.folder}: {name} is sharded over some of the ranks, but is not an expert of deepspeed.moe"
-        why = "It is unknown which ranks have which part of it."
-        raise Unsupported(what, why, "With DeepSpeed: load it there.")
+        raise Unsupported(what, "It is unknown which ranks have which part of it.", "With DeepSpeed: load it there.")
     experts = filter(None, map(_LOCAL_EXPERT.fullmatch, names))
     local = 1 + max(int(expert["number"]) for expert in experts if expert["module"] == match["module"])
     return f"{match['module']}{team * local + int(match['number'])}{match['rest']}"

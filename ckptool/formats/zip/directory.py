@@ -527,8 +527,7 @@ def _place_records(archive: Archive, depth: int = 0) -> None:
             if record.header + LOCAL.size <= archive.directory:
                 record.confirm(name_alone=True)  # with a longer or shorter name, it cannot fit
             what = f"the record {record} does not fit where the directory places it (byte {record.header:,})"
-            why = "Records overlap, or bytes between them belong to none."
-            raise Corrupt(f"{archive.source}: {what}", why)
+            raise Corrupt(f"{archive.source}: {what}", "Records overlap, or bytes between them belong to none.")
 
 
 # In-place edits ------------------------------------------------------------------------------------------------------

@@ -408,8 +408,7 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
     name, old, details = adapter.name, adapter.scheme, list[str]()
     if whole_keys := [delta.keys[""] for delta in adapter.deltas if delta.method == WHOLE]:
         what = f"{name} has whole tensors (modules_to_save): {listed(whole_keys)}"
-        fix = f"Extract it without them: {arg(exclude=PATTERN)}"
-        raise Unsupported(what, f"{scheme} would lose them.", fix)
+        raise Unsupported(what, f"{scheme} would lose them.", f"Extract it without them: {arg(exclude=PATTERN)}")
     for delta in adapter.deltas:
         is_bias, dora = delta.method == BIAS, delta.magnitude is not None
         difference = is_bias and "B.bias" not in delta.factors
