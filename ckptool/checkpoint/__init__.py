@@ -552,8 +552,9 @@ class Checkpoint:
         self.close()
 
     def __repr__(self) -> str:
-        where = f" {self.source}" if self.source else ""
-        return f"<checkpoint{where} ({self.container})>"
+        part = f"#{printable(_trees().address(self.base))}" if self.base else ""
+        where = f" {self.source or ''}{part}" if self.source or part else ""
+        return f"<checkpoint{where} ({self.container if self.memory is None else 'in memory'})>"
 
     def _ipython_key_completions_(self) -> list[Any]:
         """What TAB offers after `ckpt["`: the names at the top, and the addresses of tensors."""

@@ -113,7 +113,7 @@ def average(
         Row("settings", merge.settings, merge.settings),
         Row("kept", copied, [f"copied from {paths[-1]}: {listing}"] if listing else []),
         Row("left_behind", addresses, Behind(weighing, plain, {}).lines),
-        notes=[Note("weights-sum", message)] if scales else [],
+        notes=[Note("weights-sum", message)] * scales + [Note("root", remark[2:-1])] * (change.live and bool(remark)),
         files=paths,
         weights=list(merge.weights),
         method=merge.method,

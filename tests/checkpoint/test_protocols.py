@@ -93,6 +93,8 @@ def test_a_list_or_a_tensor_at_the_top_has_no_names(tmp_path: Path) -> None:
     assert ckpt["1/w"] is ckpt[1]["w"] and len(ckpt) == len(list(ckpt)) == 2 and "1/w" in ckpt
     with pytest.raises(UsageError, match=r"ckpt\.tensors\(\)"):
         dict(ckpt)
+    assert repr(ckptool.open(part := f"{tmp_path / 'a.pt'}#1")) == f"<checkpoint {part} (torch-zip)>"
+    assert repr(ckptool.open({})) == "<checkpoint (in memory)>"
     torch.save(torch.ones(2, 3), tmp_path / "b.pt")
     assert list(ckptool.open(tmp_path / "b.pt").tensors()) == [""]
 

@@ -265,6 +265,8 @@ def test_what_is_left_out_of_several_files_is_named_once(tmp_path: Path) -> None
     files = [saved(each, tmp_path / f"{number}.pt") for number, each in enumerate(sets)]
     lines = [line for line in ckptool.average(files, tmp_path / "out.pt").details if "left out" in line]
     assert lines == [f"left out (the input keeps it): {names}" for names in ("ema (8 B)", "epoch, step")]
+    with pytest.warns(UserWarning, match="took model, not its average ema"):  # nobody sees a report
+        ckptool.average([whole, whole])
     parts = [f"{files[0]}#{name}" for name in ("model", "ema")]
     both = ckptool.average(parts, tmp_path / "both.pt")  # neither is left out, and each is named
     assert (both.facts["files"], both.facts["left_behind"]) == (parts, ["epoch"]) and "of ema" not in both.summary
