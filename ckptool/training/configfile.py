@@ -108,7 +108,7 @@ def checked(values: Any, path: str, lines: Mapping[Place, int] | None = None, ch
 def _meant(place: Place, values: dict[str, Any]) -> str:
     """What may be meant by an unknown key: that of another section, one like it or a word of it, or an argument."""
     *_, (_, section) = ((None, Config), *descend(place[:-1]))
-    name, beside = _HABITS.get(str(place[-1]), str(place[-1])), keys_of(section)
+    name, beside = _HABITS.get(name := str(place[-1]).lower(), name), keys_of(section)
     elsewhere: dict[str, str] = {}  # by their places
     for key, field in keys_of(Config).items():
         owners = values[key] if isinstance(values.get(key), dict) else field.default
@@ -120,10 +120,11 @@ def _meant(place: Place, values: dict[str, Any]) -> str:
         return [place for place, key in keys.items() if key in close]
 
     siblings = {dotted((*place[:-1], key)): key for key in beside}
-    meant = like([name], elsewhere, 1) or like([name], siblings) or like(name.split("_"), siblings)
+    same = like([name], siblings, 1) or like([name], elsewhere, 1)
+    meant = same or like([name], siblings) or like(name.split("_"), siblings)
     if not meant and "args" in beside:
         return f"; arguments go into {dotted((*place[:-1], 'args'))}"
-    meant = meant or like([name], elsewhere) or like(name.split("_"), elsewhere, 1)
+    meant = meant or like([name], elsewhere, 0.75) or like(name.split("_"), elsewhere, 1)
     return f"; did you mean {', or '.join(meant)}?" if meant else ""
 
 

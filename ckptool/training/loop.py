@@ -50,7 +50,7 @@ def train(trainer: Trainer, run: TrainerRun, hooks: Hooks) -> None:
             for _, batches in steps:
                 run.metrics = {}
                 one_step(trainer, batches, hooks)
-                seconds = time.monotonic() - run.begun
+                seconds = time.monotonic() - run.begin()
                 _between(trainer, run, hooks, (trainer.step - begun_at) / seconds if seconds else 0.0)
         except Exception as error:
             is_whole = 0 < trainer.step == run.step
@@ -150,7 +150,7 @@ def one_step(trainer: Trainer, batches: Sequence[Batch], hooks: Hooks) -> None:
         trainer.averages[name].update()
     trainer.loss = losses[0]
     trainer.samples += count
-    is_epoch_end = (trainer.step + 1) % trainer.steps_per_epoch == 0
+    is_epoch_end = (trainer.step + 1) % trainer.data.steps_per_epoch == 0
     for name, schedule in trainer.schedules.items():
         settings = trainer.config.optim[name].schedule
         if settings is None or settings.follows_evaluation:
@@ -270,7 +270,7 @@ def measured(
         nonlocal stopped
         for number, batch in enumerate(islice(samples, limit)):
             # Processes that compute a model together have to stop together.
-            if world.any_rank(stopping()) if trainer.is_divided else stopping():
+            if world.any_rank(stopping()) if config.strategy == "fsdp" else stopping():
                 stopped = True
                 raise _Stopped
             seed_all(world.device, config.seed, "eval", trainer.step, number)

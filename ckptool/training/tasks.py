@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,22 +90,14 @@ def supervised(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], right
     return Task([Phase("main", of_batch)], evaluate)
 
 
-def classify() -> Task:
-    """Classes: cross entropy, and the share of right answers as `val_acc`."""
-    return supervised(functional.cross_entropy, lambda output, target: output.argmax(dim=1) == target)
-
-
-def regress() -> Task:
-    """Numbers: mean squared error."""
-    return supervised(functional.mse_loss, None)
-
-
-def lm() -> Task:
-    """The next token: cross entropy over all places of a sequence."""
-    return supervised(
-        lambda output, target: functional.cross_entropy(output.flatten(0, 1), target.flatten()),
-        lambda output, target: output.argmax(dim=2) == target,
-    )
+# Classes: cross entropy, and the share of right answers; numbers: mean squared error; the next token, at all places.
+classify = partial(supervised, functional.cross_entropy, lambda output, target: output.argmax(dim=1) == target)
+regress = partial(supervised, functional.mse_loss, None)
+lm = partial(
+    supervised,
+    lambda output, target: functional.cross_entropy(output.flatten(0, 1), target.flatten()),
+    lambda output, target: output.argmax(dim=2) == target,
+)
 
 
 def gan() -> Task:

@@ -79,11 +79,6 @@ class Trainer:
     facts: dict[str, float] = field(default_factory=dict)
 
     @property
-    def is_divided(self) -> bool:
-        """True if every process has a part of each model, and all of them compute it together."""
-        return self.config.strategy == "fsdp"
-
-    @property
     def is_stale(self) -> bool:
         """True once evaluations have not improved for as long as `stop.patience` allows."""
         patience = self.config.stop.patience
@@ -122,29 +117,25 @@ class Trainer:
         """The place in the data after the last step, as it is saved. Raises `UsageError` for what is not plain."""
         of_stream = {"stream": self.data.position} if self.data.position else {}
         refuse_not_plain(of_stream, f"the state of data {self.config.data.name}")
-        batch = self.step % self.steps_per_epoch
+        batch = self.step % self.data.steps_per_epoch
         return {"epoch": self.epoch, "batch": batch, "samples": self.samples, **of_stream}
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.data.steps_per_epoch
 
     @property
     def total_steps(self) -> int:
         """The length of the run, by `train.steps` or `train.epochs`."""
         train = self.config.train
-        return train.steps if train.steps is not None else (train.epochs or 0) * self.steps_per_epoch
+        return train.steps if train.steps is not None else (train.epochs or 0) * self.data.steps_per_epoch
 
     @property
     def eval_every(self) -> int:
         """The steps between two evaluations; 0: never."""
         every = self.config.eval.every
-        return self.steps_per_epoch if every == "epoch" else every
+        return self.data.steps_per_epoch if every == "epoch" else every
 
     @property
     def epoch(self) -> int:
         """The epoch of the next step."""
-        return self.step // self.steps_per_epoch
+        return self.step // self.data.steps_per_epoch
 
 
 def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: bool = True) -> Trainer:
@@ -196,7 +187,7 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         skipped=skipped,
     )
     for name, schedule in planned.items():
-        length = trainer.total_steps if schedule.per == "step" else -(-trainer.total_steps // trainer.steps_per_epoch)
+        length = -(-trainer.total_steps // (1 if schedule.per == "step" else data.steps_per_epoch))
         if words := optim.ends_early(trainer.schedules[name], schedule, length, f"optim.{name}.schedule"):
             say(words)
     return trainer
@@ -257,7 +248,7 @@ def restore(trainer: Trainer, tree: dict[str, Any], where: str) -> None:
         settings, old = trainer.config.optim[name].schedule, before[name]["schedule"]
         if settings is None or settings.follows_evaluation:
             continue
-        count = trainer.step // (1 if settings.per == "step" else trainer.steps_per_epoch)
+        count = trainer.step // (1 if settings.per == "step" else trainer.data.steps_per_epoch)
         if old is not None and old["per"] == settings.per:  # the old one did not count skipped steps
             count = tree[trainer.key("scheduler", name) + SUFFIX].get("last_epoch", count)
         with warnings.catch_warnings():
@@ -332,8 +323,8 @@ class TrainerRun(Run):
 
     Randomness is derived from the seed and the place, so none of it is saved.
 
-    length: the steps of the loop; may change on the way.  metrics: of the evaluation after this step.
-    outcome: set at the end.
+    begin: when the first step began.  length: the steps of the loop; may change on the way.  metrics: of the evaluation
+    after this step.  outcome: set at the end.
     """
 
     folder: RunFolder
@@ -348,6 +339,7 @@ class TrainerRun(Run):
         super().__init__(
             folder, save_async=save.async_, verify=save.verify, signals=(), say=say, **trainer.objects().named
         )
+        self.begin = stop.begin
         self._stop, self._window = stop, Window(Objects())  # no gradients are kept for a later step
         self._saver.resume = f"resume: {command('resume', folder.folder)}"
         self.length = {"steps": trainer.step if trainer.is_stale else trainer.total_steps}
@@ -356,11 +348,6 @@ class TrainerRun(Run):
     def epoch(self) -> int:
         """The epoch of the next step."""
         return self.trainer.epoch
-
-    @property
-    def begun(self) -> float:
-        """When the first step of this process began."""
-        return self._stop.begin()
 
     def loop(self) -> Generator[tuple[int, Any]]:
         """The number of each remaining step, and its batches."""

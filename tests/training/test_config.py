@@ -51,6 +51,9 @@ WRONG_LINES = {
     "steps: 3": "run.yaml:3: unknown key steps; did you mean train.steps?",  # not `stop`
     "ema: 0.9": "run.yaml:3: unknown key ema; did you mean train.ema, or eval.ema?",
     "zzz: 3": "run.yaml:3: unknown key zzz",
+    "a: 3": "run.yaml:3: unknown key a",  # not `split.at`
+    "SAVE: 3": "run.yaml:3: unknown key SAVE; did you mean save?",
+    "data: {Name: blobs}": "run.yaml:3: unknown key data.Name; did you mean data.name?",
     "lr: 3": "run.yaml:3: unknown key lr; did you mean optim.main.lr?",
     "learning_rate: 3": "run.yaml:3: unknown key learning_rate; did you mean optim.main.lr?",
     "batch_size: 3": "run.yaml:3: unknown key batch_size; did you mean data.batch?",

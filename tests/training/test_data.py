@@ -65,7 +65,7 @@ def test_a_stream_is_read_from_end_to_end_and_again() -> None:
     assert found[3:6] == [[100 + i for i in step] for step in found[:3]]
     dropped = numbers(steps_of(made("Stream", "data.drop_last=true")))
     assert dropped[:3] == [*found[:2], found[3]]
-    assert made("Sized").steps_per_epoch == 3
+    assert made("Sized").data.steps_per_epoch == 3
     assert made("Sized", "train.steps=null", "train.epochs=2").total_steps == 6
 
 
@@ -144,7 +144,7 @@ def test_numbers_differ_between_epochs_and_samples() -> None:
 
 def test_a_sampler_sees_what_is_trained_on_and_is_told_the_epoch() -> None:
     half = made("Items", sampler=own("Curriculum"), val_fraction=0.5)
-    assert half.steps_per_epoch == 3
+    assert half.data.steps_per_epoch == 3
     found = numbers(steps_of(half))
     assert [found[step][0] % 1000 for step in (0, 3, 6)] == half.data.train[:3]
     assert {i % 1000 for step in found for i in step} == set(half.data.train)

@@ -60,7 +60,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(parts: int, batch: i
 
 def test_a_partial_last_batch_is_left_out_or_taken() -> None:
     taken, left = trainer("data.batch=13"), trainer("data.batch=13", "data.drop_last=true")
-    assert (taken.steps_per_epoch, left.steps_per_epoch) == (4, 3)
+    assert (taken.data.steps_per_epoch, left.data.steps_per_epoch) == (4, 3)
     sizes = [sum(b.size for b in step) for step in taken.data.stream(taken)]
     assert sizes[:5] == [13, 13, 13, 9, 13]
     assert {sum(b.size for b in step) for step in left.data.stream(left)} == {13}
