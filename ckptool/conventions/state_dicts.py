@@ -197,9 +197,8 @@ def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[State
         return models[0], f"took {printable(models[0].address)}, not its average {averages}"
     where = str(checkpoint.source or "the checkpoint")
     what = f"{where} has {counted(len(roots), 'set')} of model weights: {listed(roots, MANY_STATE_DICTS)}"
-    fix = f"Name it: {quoted(input_of(checkpoint.source, roots[0].address))}"
-    if checkpoint.source is None:  # what is in memory has no name
-        fix = f"Give it alone: checkpoint{''.join(f'[{key!r}]' for key in roots[0].path)}"
+    alone = f"Give it alone: checkpoint{''.join(f'[{key!r}]' for key in roots[0].path)}"
+    fix = alone if checkpoint.source is None else f"Name it: {quoted(input_of(checkpoint.source, roots[0].address))}"
     raise UsageError(what, "This command takes one set.", fix)
 
 

@@ -394,8 +394,7 @@ def open_source(file: CheckpointLike) -> tuple[Input, str | None]:
 
 
 def open_whole(file: CheckpointLike, at: str | None = None, *, part: bool | None = None) -> Opened:
-    """Opens a file for a verb that takes it for a whole checkpoint. part: one that is only a part will do; None where
-    that is no option.
+    """Opens a file for a verb that takes it for a whole checkpoint. part: a part will do; None: that is no option.
 
     Raises `OnlyAPart` for a rank's share, one shard of several, placeholders, a folder of which members are missing or
     damaged.

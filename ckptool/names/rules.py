@@ -254,8 +254,7 @@ class Rule:
             lost = next((str(op) for op in self.chain if op.inverse() is None), "re:")
             raise self.error(f"it cannot be reversed: {lost} cannot be undone", "Write the inverse rule yourself.")
         chain = tuple(op for op in inverse if op is not None)
-        turned = replace(self, old=self.new, new=self.old, chain=chain, beside=self.beside[::-1])
-        return checked(turned)
+        return checked(replace(self, old=self.new, new=self.old, chain=chain, beside=self.beside[::-1]))
 
     def error(self, what: str, why: str = "", fix: str = "", *, kind: type[CkptoolError] = UsageError) -> CkptoolError:
         """An error that points at the rule."""

@@ -313,8 +313,7 @@ def _tensor_cells(row: TensorRow, tied: str | int, file: FileReport) -> Iterator
     means = [mean for row in picture.means for mean in row]
     scale = max((abs(mean) for mean in means if mean is not None), default=0.0)
     shades = ["f" if m is None else DIGITS[SHADES + (round(m / scale * SHADES) if scale else 0)] for m in means]
-    strongest = _plain(float(f"{scale:.3g}"))
-    yield [len(picture.means), len(picture.means[0]), strongest, "".join(shades)]
+    yield [len(picture.means), len(picture.means[0]), _plain(float(f"{scale:.3g}")), "".join(shades)]
 
 
 def _plain(value: float | int | None) -> Any:

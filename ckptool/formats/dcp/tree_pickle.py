@@ -217,8 +217,7 @@ def pickled(checkpoint: Checkpoint, homes: dict[int, Home]) -> tuple[bytes, list
 
     mark = checkpoint.metadata.get(marks.RECOVERED)
     tree = trees.rebuild(checkpoint.tree, at_home)
-    content = pickle_of({"tree": tree, "recovered": mark}, keys)
-    return content, raw
+    return pickle_of({"tree": tree, "recovered": mark}, keys), raw
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
