@@ -161,9 +161,18 @@ class _Crew:
         raise RunFailed(what, why, f"Try fewer at a time: {arg(jobs=1)}")
 
     def end(self) -> None:
-        """Ends all processes of its own, and cancels what other workers have not begun."""
+        """Ends all processes of its own, which clean up what they have not committed, and cancels what other workers
+        have not begun."""
         if self.pool is not None:
-            _end(self.pool)
+            with signals_held():  # a second one waits, or what is ended would be left half-way
+                processes = list((self.pool._processes or {}).values())  # Python 3.14 has terminate_workers()
+                for process in processes:
+                    process.terminate()
+                limit = time.monotonic() + PATIENCE
+                for process in processes:
+                    process.join(max(0.0, limit - time.monotonic()))
+                    process.kill()  # which does nothing to one that has ended
+                self.pool.shutdown(cancel_futures=True)
         for outcome in self.outcomes.values():
             outcome.cancel()
 
@@ -172,26 +181,10 @@ class _Crew:
 def _starting() -> Iterator[None]:
     """Where processes are started: they do not import the main program, which need not be written for that, and hold
     signals back until they are ready for them."""
-    main = sys.modules["__main__"]
-    with signals_held():
+    with signals_held(), ExitStack() as stack:
+        stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
         sys.modules["__main__"] = ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = main
-
-
-def _end(pool: ProcessPoolExecutor) -> None:
-    """Ends all processes, which clean up what they have not committed."""
-    processes = list((pool._processes or {}).values())  # Python 3.14 has terminate_workers()
-    for process in processes:
-        process.terminate()
-    limit = time.monotonic() + PATIENCE
-    for process in processes:
-        process.join(max(0.0, limit - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-    pool.shutdown(cancel_futures=True)
+        yield
 
 
 # In a worker ---------------------------------------------------------------------------------------------------------
@@ -204,13 +197,13 @@ def _serve(parent: int, urls: dict[str, str]) -> None:
     sys.unraisablehook = deliver_signal_again
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *ENDS})
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _outcome(work: Work[Any, Any], item: Any) -> tuple[bool, Any]:

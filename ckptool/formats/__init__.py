@@ -22,7 +22,7 @@ from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchange
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.paths import may_exist, named_urls
 from ckptool.checkpoint.tree import find
-from ckptool.commands import OUT_PT, Command, arg, command
+from ckptool.commands import OUT_PT, Command, arg, command, input_of
 from ckptool.errors import Corrupt, OnlyAPart, Truncated, UsageError, listed, quoted
 from ckptool.facts import dataclass, replace
 
@@ -393,8 +393,9 @@ def open_source(file: CheckpointLike) -> tuple[Input, str | None]:
     return open_input(path), place
 
 
-def open_whole(file: CheckpointLike, at: str | None = None, *, part: bool = False) -> Opened:
-    """Opens a file for a verb that takes it for a whole checkpoint. part: one that is only a part will do.
+def open_whole(file: CheckpointLike, at: str | None = None, *, part: bool | None = None) -> Opened:
+    """Opens a file for a verb that takes it for a whole checkpoint. part: one that is only a part will do; None where
+    that is no option.
 
     Raises `OnlyAPart` for a rank's share, one shard of several, placeholders, a folder of which members are missing or
     damaged.
@@ -404,12 +405,13 @@ def open_whole(file: CheckpointLike, at: str | None = None, *, part: bool = Fals
     return opened
 
 
-def refuse_part(checkpoint: Checkpoint, *, part: bool = False) -> None:
+def refuse_part(checkpoint: Checkpoint, *, part: bool | None = None) -> None:
     """Raises `OnlyAPart` for a checkpoint that is only a part, unless a part will do."""
     partial = checkpoint.part
     if partial is None or part:
         return
-    take = f"take it as is: {arg(part=True)}"
+    line = command("convert", input_of(checkpoint.source), part=True, out=OUT_PT)
+    take = f"take it as is: {line if part is None else arg(part=True)}"
     if partial.kind is PartKind.MEMBERS:
         raise _of_members(checkpoint, partial, take)
     what = f"{checkpoint.source or 'the checkpoint'} is only a part of a checkpoint: {partial.label}"

@@ -41,12 +41,10 @@ class GitSetup(Report):
     notes: tuple[Note, ...] = ()
 
     def told(self) -> Told:
-        head = "removed" if self.removed else "git compares checkpoints by their tensors"
-        if not self.commands and not self.patterns:
-            head = "nothing to remove" if self.removed else "set up already"
-        elif self.dry_run:
-            head = "would remove" if self.removed else "would set up"
-        yield bold("git-setup"), f": {head}"
+        heads = ("git compares checkpoints by their tensors", "removed")
+        heads = ("would set up", "would remove") if self.dry_run else heads
+        heads = heads if self.commands or self.patterns else ("set up already", "nothing to remove")
+        yield bold("git-setup"), f": {heads[self.removed]}"
         yield from (f"  {' '.join(map(shell_word, command))}" for command in self.commands)
         if self.patterns:
             what = "without" if self.removed else "with"

@@ -198,7 +198,7 @@ def standard_input() -> str:
 MAX_SPEC = 64 << 20  # bytes
 
 
-def find_target(target: CheckpointLike, at: str | None = None, *, part: bool = False) -> Target:
+def find_target(target: CheckpointLike, at: str | None = None, *, part: bool | None = None) -> Target:
     """The target that `TARGET` names: a spec file, a checkpoint, or the user's own code; a file that exists wins."""
     from ckptool.analysis.targets import is_spec, names_code, of_checkpoint, of_spec  # what no help needs
     from ckptool.checkpoint.files import Source, open_input

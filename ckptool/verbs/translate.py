@@ -235,7 +235,7 @@ def find_rules(
     """
     if out is not None:
         check_text(out, overwrite=overwrite)
-    opened = [open_whole(file, part=part) for file in (old, new)]
+    opened = [open_whole(file, part=part or None) for file in (old, new)]  # the command has no such option
     old_root, new_root = (one_state_dict(source.checkpoint, source.at)[0] for source in opened)
     names = [source.argument or source.name for source in opened]
     report = replace(proved_rules(old_root.node, new_root.node), old=names[0], new=names[1], dry_run=dry_run)

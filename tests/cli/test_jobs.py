@@ -303,11 +303,13 @@ def test_a_signal_ends_all_processes_and_nothing_is_half_written(number: int, tm
     words = ["convert", *sorted(path.name for path in large.iterdir()), "--to", "safetensors", "-d", "out", "--verify"]
     process = program(large, *words, "--jobs", "3")
     found = workers_of(process, 3, large)
-    os.kill(process.pid, number)
+    for _ in range(40):  # as people do who cannot wait
+        os.kill(process.pid, number)
+        time.sleep(0.005)
     out, err = process.communicate(timeout=HANG)
     assert gone(found, HANG if number == signal.SIGKILL else 0)
     if number != signal.SIGKILL:
-        assert process.returncode == 128 + number and "Traceback" not in err and not out, (process.returncode, err)
+        assert (process.returncode, out, err) == (128 + number, "", "interrupted\n" * (number == signal.SIGINT))
     assert temporaries(large) == []
     assert {os.path.getsize(path) > 1 << 30 for path in (large / "out").glob("*")} <= {True}
 

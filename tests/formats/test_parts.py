@@ -148,7 +148,10 @@ def test_placeholders_of_a_module_and_those_of_a_file_that_is_renamed(tmp_path: 
     with pytest.raises(OnlyAPart, match="Gather them first"):
         ckptool.convert(model, tmp_path / "out.safetensors", part=True)
     assert not list(tmp_path.glob("out*"))
-    ckptool.strip_module(saved(model.state_dict(), tmp_path / "in.pt"), tmp_path / "out.pt")
+    file = saved(model.state_dict(), tmp_path / "in.pt")
+    with pytest.raises(OnlyAPart, match=r"ckptool\.convert\('.*in\.pt', part=True"):  # which has no such option itself
+        ckptool.lora_extract(file, file, tmp_path / "out", rank=1)
+    ckptool.strip_module(file, tmp_path / "out.pt")
     assert list(ckptool.open(tmp_path / "out.pt")) == list(model.module.state_dict())
 
 
