@@ -511,4 +511,5 @@ def refuse_fixed(changed: Sequence[ChangedKey], assignments: Sequence[str], fold
 
 def _typed(value: Any) -> str:
     """A value as it is typed in a configuration."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    is_word = isinstance(value, str) and re.fullmatch(r"[\w./:~-]+", value)
+    return value if is_word else json.dumps(value, ensure_ascii=False)

@@ -115,17 +115,15 @@ def _meant(place: Place, values: dict[str, Any]) -> str:
         for prefix in [f"{key}.{owner}" for owner in owners] if is_named(field) else [key]:
             elsewhere |= {f"{prefix}.{inner}": inner for inner in keys_of(section_in(field.annotation))}
 
-    def like(words: Sequence[str], keys: Mapping[str, str], cutoff: float = 0.6) -> list[str]:
-        close = [match for word in words for match in difflib.get_close_matches(word, keys.values(), 1, cutoff)]
-        return [place for place, key in keys.items() if key in close]
-
     siblings = {dotted((*place[:-1], key)): key for key in beside}
-    same = like([name], siblings, 1) or like([name], elsewhere, 1)
-    meant = same or like([name], siblings) or like(name.split("_"), siblings)
-    if not meant and "args" in beside:
-        return f"; arguments go into {dotted((*place[:-1], 'args'))}"
-    meant = meant or like([name], elsewhere, 0.75) or like(name.split("_"), elsewhere, 1)
-    return f"; did you mean {', or '.join(meant)}?" if meant else ""
+    one, words = [name], name.split("_")
+    tries = [(one, siblings, 1), (one, elsewhere, 1), (one, siblings, 0.6), (words, siblings, 0.6)]
+    tries += [(one, elsewhere, 0.75), (words, elsewhere, 1)] if "args" not in beside else []
+    for parts, keys, cutoff in tries:
+        close = {match for part in parts for match in difflib.get_close_matches(part, keys.values(), 1, cutoff)}
+        if meant := [other for other, key in keys.items() if key in close]:
+            return f"; did you mean {', or '.join(meant)}?"
+    return f"; arguments go into {dotted((*place[:-1], 'args'))}" if "args" in beside else ""
 
 
 def _place(loc: Place, values: Any, missing: bool) -> Place:

@@ -302,7 +302,7 @@ def test_a_declared_key_changes_only_when_it_is_asked_for() -> None:
 
 STEPS = "{name: step, args: {step_size: 2}, per: epoch}"
 DECLARED = {
-    "optim.main.schedule": ["null", "{name: exponential, args: {gamma: 0.9}}", "{name: linear}", STEPS],
+    "optim.main.schedule": ["null", "{name: 'a #b.py:f', args: {gamma: 0.9}}", "{name: 'c #d.py:f'}", STEPS],
     "optim.main.lr": ["1e-05", "0.3"],
     "models.main.freeze": ["[]", "['*.bias', \"it's\"]", "[{match: '*', until: 3}]"],
     "data.val": ["null", "{name: blobs}", "{name: blobs, args: {samples: 9}}"],
