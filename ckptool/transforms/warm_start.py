@@ -270,9 +270,10 @@ def _are_one(one: Tensor, other: Tensor) -> bool:
     """True for one view, and for copies with the same bytes, as containers without ties have them."""
     if one.view == other.view or not (isinstance(one, TensorEntry) and isinstance(other, TensorEntry)):
         return one.view == other.view
-    dense = all(each.nbytes <= each.storage.nbytes for each in (one, other))  # an expanded one may be terabytes
+    if any(each.nbytes > each.storage.nbytes for each in (one, other)):  # expanded, maybe to terabytes
+        return False
     facts, *others = [(each.dtype, each.shape, each.flags.lazy) for each in (one, other)]
-    return dense and [facts] == others and sha256_of(one.row_major()).digest() == sha256_of(other.row_major()).digest()
+    return [facts] == others and sha256_of(one.row_major()).digest() == sha256_of(other.row_major()).digest()
 
 
 # Fit -----------------------------------------------------------------------------------------------------------------
