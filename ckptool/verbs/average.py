@@ -105,15 +105,15 @@ def average(
     message = f"the weights add up to {sum(merge.weights):.6g}, not 1, which scales the result"
     scales = merge.method == "mean" and abs(sum(merge.weights) - 1) >= 1e-6
     place = f" of {roots[-1][0].address}" if roots[-1][0].address and len({place for _, place in taken}) == 1 else ""
-    remark = next((f" ({remark})" for _, remark in roots if remark), "")
+    remark = next((remark for _, remark in roots if remark), "")
     merged = "the mean" if merge.method == "mean" else f"the {merge.method} merge"
     return saved.about(
-        f"{merged} of {counted(count, 'file')}: {counted(averaged, 'tensor')}{place}{remark}",
+        f"{merged} of {counted(count, 'file')}: {counted(averaged, 'tensor')}{place}{f' ({remark})' if remark else ''}",
         *[f"{share:.6g} × {path}" for share, path in zip(merge.weights, paths, strict=True)][:8],
         Row("settings", merge.settings, merge.settings),
         Row("kept", copied, [f"copied from {paths[-1]}: {listing}"] if listing else []),
         Row("left_behind", addresses, Behind(weighing, plain, {}).lines),
-        notes=[Note("weights-sum", message)] * scales + [Note("root", remark[2:-1])] * (change.live and bool(remark)),
+        notes=[Note("weights-sum", message)] * scales + [Note("root", remark)] * (change.live and bool(remark)),
         files=paths,
         weights=list(merge.weights),
         method=merge.method,
