@@ -24,7 +24,6 @@ import torch._dynamo
 
 import ckptool
 from tests.support.killed_loops import run_and_exit
-from tests.support.looped import sliced
 
 BEGIN = """
 torch.manual_seed(3); random.seed(3); numpy.random.seed(3)
@@ -356,8 +355,15 @@ ENDED: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
 }
 
 
+TURNS = [*zip(ODD, itertools.cycle(ENDED))]  # each loop is ended in one of the ways in every run, in all by `make soak`
+
+
 @pytest.mark.parametrize(
-    ("name", "how"), [*((name, "killed") for name in ODD), *sliced(itertools.product(ODD, ("stopped", "seeded")), 6)]
+    ("name", "how"),
+    [
+        *TURNS,
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in itertools.product(ODD, ENDED) if each not in TURNS),
+    ],
 )
 def test_an_odd_loop_ended_at_any_line_ends_with_the_same_files(tmp_path: Path, name: str, how: str) -> None:
     (objects, given, loop), (options, kills) = ODD[name], ENDED[how]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 import pytest
+import textual._wait
 import torch
 
 import ckptool
@@ -26,6 +27,9 @@ from tests.support.files import saved
 from tests.support.processes import shown_in
 from tests.support.programs import programs
 from tests.support.range_server import RangeServer
+
+# Of the pilot's own: how long it sleeps after each key, and how much work in that time is none.
+textual._wait.SLEEP_GRANULARITY, textual._wait.SLEEP_IDLE = 0.004, 0.0005
 
 NAMED = {"slash": "/", "full_stop": ".", "underscore": "_", "minus": "-", "number_sign": "#"}
 KEYS = {sign: name for name, sign in NAMED.items()}
@@ -53,7 +57,7 @@ def walked(file: Any, *steps: Any, size: tuple[int, int] = (80, 24)) -> list[Any
 
 async def settled(app: Any, pilot: Any) -> None:
     """Waits until everything that was asked for is read and shown."""
-    await pilot.pause(2 * PAUSE if app.field.display else None)
+    await pilot.pause(2 * PAUSE if app.purpose == "filter" else None)
     await asyncio.wrap_future(app.worker.submit(lambda: None))
     await pilot.pause()
 
