@@ -397,9 +397,11 @@ def _file_row(full: bool, path: str) -> ScannedFile:
         state, problem = (notes[0].code, notes[0].message) if notes else (GOOD, "")
     nbytes, modified = size_at(path)
     step_facts = {key: value for key, value in checkpoint.metadata.items() if key == "step"}
-    layout = members.members_of(checkpoint, Folder(path)) if folder_at(path) else None
-    step_facts |= members.step_of(path) if folder_at(path) else {}
-    count = layout.count if layout is not None else 0
+    count = 0
+    if folder_at(path):
+        layout = members.members_of(checkpoint, Folder(path))
+        count = layout.count if layout is not None else 0
+        step_facts |= members.step_of(path)
     source: Any = checkpoint.source
     if isinstance(source, Folder) or source.far:  # a listing of a folder elsewhere has neither sizes nor times
         nbytes = source.size

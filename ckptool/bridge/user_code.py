@@ -100,9 +100,10 @@ def _set_apart(folder: str) -> None:
             continue
         # The folder that contains it, or its top package.
         home = file.removesuffix(os.sep + "__init__.py").rsplit(os.sep, name.count(".") + 1)[0]
-        beside = os.path.join(folder, name.partition(".")[0]) if home in _ASIDE and home != folder else ""
-        if beside and (os.path.lexists(beside) or os.path.lexists(f"{beside}.py")):
-            _ASIDE[home][name] = sys.modules.pop(name)
+        if home in _ASIDE and home != folder:
+            beside = os.path.join(folder, name.partition(".")[0])
+            if os.path.lexists(beside) or os.path.lexists(f"{beside}.py"):
+                _ASIDE[home][name] = sys.modules.pop(name)
     sys.modules.update(modules)
     modules.clear()
     importlib.invalidate_caches()

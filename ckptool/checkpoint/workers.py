@@ -181,10 +181,13 @@ class _Crew:
 def _starting() -> Iterator[None]:
     """Where processes are started: they do not import the main program, which need not be written for that, and hold
     signals back until they are ready for them."""
-    with signals_held(), ExitStack() as stack:
-        stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
+    main = sys.modules["__main__"]
+    with signals_held():
         sys.modules["__main__"] = ModuleType("__main__")
-        yield
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 # In a worker ---------------------------------------------------------------------------------------------------------

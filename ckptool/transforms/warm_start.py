@@ -32,7 +32,7 @@ from ckptool.analysis.warm_start import (
     unmet,
 )
 from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Note, Storage, Tensor, TensorEntry
-from ckptool.checkpoint.blocks import sha256_of
+from ckptool.checkpoint.blocks import same_bytes
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import literal, selected
 from ckptool.checkpoint.tree import map_storages
@@ -268,12 +268,14 @@ def _match_names(keys: Sequence[str], node: Any, targets: Sequence[str], options
 
 def _are_one(one: Tensor, other: Tensor) -> bool:
     """True for one view, and for copies with the same bytes, as containers without ties have them."""
-    if one.view == other.view or not (isinstance(one, TensorEntry) and isinstance(other, TensorEntry)):
-        return one.view == other.view
+    if one.view == other.view:
+        return True
+    if not (isinstance(one, TensorEntry) and isinstance(other, TensorEntry)):
+        return False
     if any(each.nbytes > each.storage.nbytes for each in (one, other)):  # expanded, maybe to terabytes
         return False
-    facts, *others = [(each.dtype, each.shape, each.flags.lazy) for each in (one, other)]
-    return [facts] == others and sha256_of(one.row_major()).digest() == sha256_of(other.row_major()).digest()
+    is_alike = (one.dtype, one.shape, one.flags.lazy) == (other.dtype, other.shape, other.flags.lazy)
+    return is_alike and same_bytes(one.row_major(), other.row_major())
 
 
 # Fit -----------------------------------------------------------------------------------------------------------------
@@ -349,8 +351,9 @@ _SKIP = f"Keep the model's own: {arg(on_mismatch='skip')}"
 
 
 def _refusals(report: LoadReport, options: MatchOptions, needed: int) -> list[Refusal]:
-    nothing = Refusal("nothing-loaded", "no tensor of the checkpoint fits the target", _advice(report))
-    refusals = [] if report.loaded else [nothing]
+    refusals = []
+    if not report.loaded:
+        refusals.append(Refusal("nothing-loaded", "no tensor of the checkpoint fits the target", _advice(report)))
     any_way = f"{_SKIP}; compute it: {arg(resize='PATTERN=HOW')}"
     for about, fix in (("shape", any_way), ("dtype", _SKIP), ("kind", _SKIP)):
         facts = [fact for fact in report.mismatched if (fact.done, fact.about) == (REFUSED, about)]

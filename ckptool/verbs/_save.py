@@ -487,7 +487,8 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
         why = "What is in memory stays as it is; the result is returned."
         raise UsageError(what, why, f"Leave out {arg(in_place=True)}")
     is_word = isinstance(path, str) and "/" not in path and os.path.splitext(path)[1].lower() not in formats.SUFFIXES
-    is_word = is_word and (memory or path in ("npz", "safetensors", "torch-zip")) and verb not in _OUTPUT_NEXT
+    names = [container.name for container in formats.WRITERS if not container.writes_folder]
+    is_word = is_word and (memory or path in names) and verb not in _OUTPUT_NEXT
     if is_word and options.get("container") is None:
         why = f"This is the output, and no container has that suffix. Options have names: {arg(container='npz')}."
         fix = f"To write it all the same: {arg(container=formats.DEFAULT)}"
