@@ -42,11 +42,11 @@ _MODEL_WORDS = re.compile(
     re.IGNORECASE,
 )
 _AVERAGE_WORDS = re.compile(
-    r"(^|_|\b)(ema|swa|averaged?|shadow|polyak|moving_average)($|_|\b|\d|(?-i:(?=[A-Z])))", re.IGNORECASE
+    r"(^|_|\b)(ema|swa|averaged?|model_avg|shadow|polyak|moving_average)($|_|\b|\d|(?-i:(?=[A-Z])))", re.IGNORECASE
 )
 _OTHER_WORDS = re.compile(
     r"optim|scheduler|scaler|(^|_)rng|random|(^|_)(args|attributes|constants|config|hparams|hyper_parameters|loops?|"
-    r"callbacks|history|metrics|loss(es)?|data_state|sampler)($|_)",
+    r"callbacks|criterion|history|metrics|loss(es)?|data_state|sampler)($|_)",
     re.IGNORECASE,
 )
 _TRAINING_WORDS = re.compile(r"optim|scheduler|scaler|sampler|(^|[_-])rng|random", re.IGNORECASE)

@@ -106,6 +106,8 @@ LAYOUTS: dict[str, tuple[Any, str]] = {
     "EMA, suffix": ({"model": MODEL, "model_ema": OTHER}, "model=W model_ema=A"),
     "EMA, prefix": ({"ema_model": MODEL, "net": OTHER}, "ema_model=A net=W"),
     "EMA, camel": ({"emaModel": MODEL, "net": OTHER}, "emaModel=A net=W"),
+    "average of icefall": ({"model": MODEL, "model_avg": OTHER}, "model=W model_avg=A"),
+    "weights of classes in the loss": ({"model": MODEL, "criterion": weights("weight")}, "model=W"),
     "EMA below": ({"model": MODEL, "ema": {"module": OTHER, "updates": 5}}, "model=W ema/module=A"),
     "SWA": ({"swa": {"n_averaged": LOSS, **MODEL}}, "swa=A"),
     "no EMA: e-mail": ({"email_encoder": MODEL, "emanet": OTHER}, "email_encoder=W emanet=W"),
