@@ -135,14 +135,14 @@ def read(source: Input) -> Checkpoint:
         what = f"{source} holds {counted(len(names), 'checkpoint')}: {listed(names)}"
         raise Ambiguous(what, "They may differ.", f"Name one of them: {os.path.join(source.path, names[0])}")
     if names:
-        whole = _read_index(source, names[0]) if _is_index(names[0]) else read_alone(source.open(names[0]))
+        checkpoint = _read_index(source, names[0]) if _is_index(names[0]) else read_alone(source.open(names[0]))
         beside = filter(_TRAINED_BESIDE.fullmatch, source.names)
         words = "file has", "files have", "weights that were trained with these and are not among them"
-        whole = replace(whole, notes=(*whole.notes, *noted(marks.WEIGHTS_BESIDE, beside, *words)))
-        if not (others := [other for other in _torch_names(names[0]) if other in source]):
-            return whole
-        what = f"{listed(others)} was not read: transformers and diffusers take {names[0]}, too, where both are there"
-        return replace(whole, notes=(*whole.notes, Note("not-read", what)))
+        notes = noted(marks.WEIGHTS_BESIDE, beside, *words)
+        if others := [other for other in _torch_names(names[0]) if other in source]:
+            libraries = f"transformers and diffusers take {names[0]}, too, where both are there"
+            notes.append(Note("not-read", f"{listed(others)} was not read: {libraries}"))
+        return replace(checkpoint, notes=(*checkpoint.notes, *notes))
     what = f"{source} holds shards but no index: {listed([name for name in source.names if _is_shard(name)], 2)}"
     why = "Only *.index.json records which tensors make up the checkpoint, and in which files they are."
     if pieces := hf_pieces.below(source):

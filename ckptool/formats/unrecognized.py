@@ -96,9 +96,9 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
     if isinstance(source, Folder):
         held = f"It holds {listed(source.names, 4)}." if source.names else "It is empty."
         expected = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
-        files = [name for name in source.names if name.lower().endswith(_SUFFIXES)]
-        one = f"Name the file in it: {command('inspect', os.path.join(source.path, *files))}"
-        fix = one if len(files) == 1 else f"Name a checkpoint in it; to see which: {command('scan', source.path)}"
+        weights = [name for name in source.names if name.lower().endswith(_SUFFIXES)]
+        one = f"Name the file in it: {command('inspect', os.path.join(source.path, *weights))}"
+        fix = one if len(weights) == 1 else f"Name a checkpoint in it; to see which: {command('scan', source.path)}"
         why = f"ckptool looked for {expected}. {held}"
         return NoCheckpointInside(f"{source} is a folder, not a checkpoint", why, fix)
     for pattern, error, what, why, fix in _KINDS:
