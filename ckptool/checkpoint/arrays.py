@@ -20,7 +20,7 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Computed, Data, InlineBytes, Storage, TensorEntry, row_major_strides
-from ckptool.checkpoint.blocks import fill
+from ckptool.checkpoint.blocks import fill, same_bytes
 from ckptool.checkpoint.dtypes import CHUNK, Array, DType, aligned, by_name, in_type, numbers, resolve, scratch
 from ckptool.checkpoint.strided import LazyBlocks
 from ckptool.errors import Unsupported
@@ -63,6 +63,12 @@ def resolved(entry: TensorEntry) -> TensorEntry:
     kind = entry.dtype.to_numpy() if entry.dtype.is_float else "u1"
     array = elementwise(lambda _, raw: raw.view(kind), entry, dtype=entry.dtype)
     return replace(array, flags=entry.flags._replace(conj=False, neg=False))
+
+
+def is_same(one: TensorEntry, other: TensorEntry) -> bool:
+    """True for the same type, shape and bytes."""
+    is_alike = one.dtype is other.dtype and one.shape == other.shape
+    return is_alike and same_bytes(resolved(one).row_major(), resolved(other).row_major())
 
 
 def swapped(storage: Storage, dtype: DType | None) -> Data:

@@ -48,12 +48,13 @@ KINDS: dict[int | None, tuple[type[FileProblem], str]] = {
     errno.EIO: (FileProblem, "The disk reported an error; what is on it may be damaged."),
 }
 MANY_NAMES = 2_000  # of a folder, that are compared with a missing one
+_URL = "(?:[A-Za-z][A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+:///*[^/]"
 
 
 def is_url(path: object) -> bool:
     """True for the path of something remote: `hf://org/repo/file`, `https://…`."""
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
-    return isinstance(name, str) and "://" in name and re.match("[A-Za-z][A-Za-z0-9+.-]+:///*[^/]", name) is not None
+    return isinstance(name, str) and "://" in name and re.match(_URL, name) is not None
 
 
 def may_exist(path: str | os.PathLike[str]) -> bool:

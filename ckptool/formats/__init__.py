@@ -166,10 +166,11 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
 def read_source(source: Input) -> Checkpoint:
     """Opens a checkpoint whose file or folder is open already; see `read`."""
     from ckptool.formats.folder import CODE, FOLDER, as_part, led_elsewhere
+    from ckptool.formats.other_ranks import one_of_ranks
 
     with while_open(), unchanged(source):
         checkpoint = read_alone(source)
-        part = checkpoint.part or as_part(checkpoint)
+        part = checkpoint.part or as_part(checkpoint) or one_of_ranks(checkpoint, read_alone)
         if part is None and isinstance(source, Folder) and checkpoint.container != "folder":
             inner = checkpoint.source
             opened = inner.files if isinstance(inner, Folder) else [os.path.basename(inner.path)] if inner else []

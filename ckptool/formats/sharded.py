@@ -45,6 +45,8 @@ SINGLE = re.compile(
     r"(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_weights|consolidated)"
     r"(?P<variant>\.[A-Za-z0-9_]+)?\.(?:safetensors|bin)|consolidated\.00\.pth"
 )
+# LLaVA's projector beside an adapter; the value heads of trl and LLaMA-Factory.
+_TRAINED_BESIDE = re.compile(r"non_lora_trainables\.bin|value_head\.(?:bin|safetensors)")
 
 
 def detect(head: bytes, source: Input) -> bool:
@@ -133,11 +135,14 @@ def read(source: Input) -> Checkpoint:
         what = f"{source} holds {counted(len(names), 'checkpoint')}: {listed(names)}"
         raise Ambiguous(what, "They may differ.", f"Name one of them: {os.path.join(source.path, names[0])}")
     if names:
-        whole = _read_index(source, names[0]) if _is_index(names[0]) else read_alone(source.open(names[0]))
-        if not (others := [other for other in _torch_names(names[0]) if other in source]):
-            return whole
-        what = f"{listed(others)} was not read: transformers and diffusers take {names[0]}, too, where both are there"
-        return replace(whole, notes=(*whole.notes, Note("not-read", what)))
+        checkpoint = _read_index(source, names[0]) if _is_index(names[0]) else read_alone(source.open(names[0]))
+        beside = filter(_TRAINED_BESIDE.fullmatch, source.names)
+        words = "file has", "files have", "weights that were trained with these and are not among them"
+        notes = noted(marks.WEIGHTS_BESIDE, beside, *words)
+        if others := [other for other in _torch_names(names[0]) if other in source]:
+            libraries = f"transformers and diffusers take {names[0]}, too, where both are there"
+            notes.append(Note("not-read", f"{listed(others)} was not read: {libraries}"))
+        return replace(checkpoint, notes=(*checkpoint.notes, *notes))
     what = f"{source} holds shards but no index: {listed([name for name in source.names if _is_shard(name)], 2)}"
     why = "Only *.index.json records which tensors make up the checkpoint, and in which files they are."
     if pieces := hf_pieces.below(source):

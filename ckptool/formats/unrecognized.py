@@ -23,6 +23,7 @@ class OtherProgram(Unsupported):
     """It is a file that another program wrote for itself: a tokenizer, a model of ONNX."""
 
 
+_SUFFIXES = ".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".th"  # of files named like a checkpoint
 _READS = "ckptool reads what torch.save and safetensors write."
 _AS_TEXT = rb"(?i)(?:\xef\xbb\xbf)?\s*"
 _PAGE = "The server sent a login page or an error message instead of the file."
@@ -95,7 +96,9 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
     if isinstance(source, Folder):
         held = f"It holds {listed(source.names, 4)}." if source.names else "It is empty."
         expected = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
-        fix = f"Name a checkpoint in it; to see which: {command('scan', source.path)}"
+        weights = [name for name in source.names if name.lower().endswith(_SUFFIXES)]
+        one = f"Name the file in it: {command('inspect', os.path.join(source.path, *weights))}"
+        fix = one if len(weights) == 1 else f"Name a checkpoint in it; to see which: {command('scan', source.path)}"
         why = f"ckptool looked for {expected}. {held}"
         return NoCheckpointInside(f"{source} is a folder, not a checkpoint", why, fix)
     for pattern, error, what, why, fix in _KINDS:
@@ -165,7 +168,7 @@ def other_zip(source: Readable, records: Iterable[str]) -> CkptoolError:
     """The error for a zip archive that is no checkpoint, by the names of its records: what it is, and what to do."""
     names = sorted(set(records))
     error, what, why, fix = next(row for row in _ZIPS if re.search(row[0], "\n".join(names), re.MULTILINE))[1:]
-    files = [name for name in names if name.endswith((".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".th"))]
+    files = [name for name in names if name.endswith(_SUFFIXES)]
     held = f"It holds {listed(files, 4)}." if files else "It holds no file named like a checkpoint, and no data.pkl."
     unzip = f"Unpack it: {other_program('unzip -d', f'{source.file.path}.unpacked', source.file.path)}"
     return error(f"{source} is {what}", why or held, fix or unzip)

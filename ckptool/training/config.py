@@ -198,6 +198,12 @@ class Optim(Section):
         DECLARED,
     )
 
+    @model_validator(mode="after")
+    def _one_rate(self) -> Optim:
+        if "lr" in self.args:  # `--set optim.main.lr` would do nothing
+            raise ValueError("give lr itself, not in args")
+        return self
+
 
 class ActivationCheckpoint(Section):
     """Activations recomputed instead of kept: those of modules that match, or of a sequential module in segments."""

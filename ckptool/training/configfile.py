@@ -35,7 +35,7 @@ _WORDS = {  # for pydantic's errors by type; the others keep its words, without 
     "string_type": "should be a string",
     "string_pattern_mismatch": "should be the name of a file, like profile.json",
 }
-_KINDS: dict[type, str] = {list: "a list", dict: "a section"}
+_KINDS: dict[type, str] = {list: "a list", dict: "a section", type(None): "null"}
 _HABITS = {"learning_rate": "lr", **dict.fromkeys(("amp", "bf16", "fp16"), "precision")}  # of other programs
 _BEGIN = re.compile("^(Input|String|Value error,) ")
 MAX_DEPTH, MAX_VALUES, MAX_BITS = 64, 100_000, 1_024  # more than any real configuration has

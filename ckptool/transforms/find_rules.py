@@ -18,8 +18,7 @@ from math import gcd, prod
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Note, TensorEntry
-from ckptool.checkpoint.arrays import fold, resolved
-from ckptool.checkpoint.blocks import same_bytes
+from ckptool.checkpoint.arrays import fold, is_same
 from ckptool.checkpoint.dtypes import Array
 from ckptool.checkpoint.paths import literal, matcher
 from ckptool.commands import OUT, command
@@ -211,12 +210,6 @@ def fingerprint(entry: TensorEntry) -> int:
 
     fold(add, entry)
     return total % 2**64
-
-
-def is_same(one: TensorEntry, other: TensorEntry) -> bool:
-    """True for the same type, shape and bytes."""
-    is_alike = one.dtype is other.dtype and one.shape == other.shape
-    return is_alike and same_bytes(resolved(one).row_major(), resolved(other).row_major())
 
 
 # The search ----------------------------------------------------------------------------------------------------------

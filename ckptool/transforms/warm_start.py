@@ -32,7 +32,7 @@ from ckptool.analysis.warm_start import (
     unmet,
 )
 from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Note, Storage, Tensor, TensorEntry
-from ckptool.checkpoint.blocks import same_bytes
+from ckptool.checkpoint.arrays import is_same
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import literal, selected
 from ckptool.checkpoint.tree import map_storages
@@ -274,8 +274,7 @@ def _are_one(one: Tensor, other: Tensor) -> bool:
         return False
     if any(each.nbytes > each.storage.nbytes for each in (one, other)):  # expanded, maybe to terabytes
         return False
-    is_alike = (one.dtype, one.shape, one.flags.lazy) == (other.dtype, other.shape, other.flags.lazy)
-    return is_alike and same_bytes(one.row_major(), other.row_major())
+    return is_same(one, other)
 
 
 # Fit -----------------------------------------------------------------------------------------------------------------

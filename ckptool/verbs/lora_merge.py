@@ -12,6 +12,7 @@ from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import NoMatch, Unsupported, UsageError, counted, printable
 from ckptool.formats import CheckpointLike, open_whole
 from ckptool.formats.in_memory import together
+from ckptool.formats.marks import WEIGHTS_BESIDE
 from ckptool.formats.model_folder import configuration
 from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.lora.merge import AdapterMerge
@@ -90,7 +91,7 @@ def lora_merge(
         Row.named("added", merged.added, "new, from modules_to_save:"),
         Row("base_model", trained_on, [f"the adapter was trained on {trained_on[:200]}"] if trained_on else []),
         *leftovers.lines,
-        notes=parsed.notes,
+        notes=(*parsed.notes, *(note for note in adapter_checkpoint.notes if note.code == WEIGHTS_BESIDE)),
         adapter=parsed.name,
         scheme=parsed.scheme,
         keys=merged.count,

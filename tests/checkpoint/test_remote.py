@@ -198,6 +198,7 @@ def test_other_file_systems_are_read_too(files: Path) -> None:
     for url in ("memory://there/", f"file://{files}/"):
         for name in ("model.pt", "m.safetensors", "hub", "dcp", "zero"):
             assert_same_tree(ckptool.open(f"{url}{name}").tree, ckptool.open(files / name).tree)
+    assert_same_tree(ckptool.open("simplecache::memory://there/model.pt").tree, ckptool.open(files / "model.pt").tree)
     opened = ckptool.open("memory://there/model.pt")["state_dict"]
     time.sleep(0.01)
     memory.pipe("/there/model.pt", (files / "model.pt").read_bytes())

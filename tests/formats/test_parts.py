@@ -127,6 +127,40 @@ def test_every_verb_on_every_kind_of_part(
     assert (found.code, found.out) == (1, "")
 
 
+# Names of two ranks' files, as programs that no layout knows write them.
+OF_TWO_RANKS = {
+    "vllm": "model-rank-{}-part-0.safetensors",
+    "tensorrt-llm": "rank{}.safetensors",
+    "fairseq": "checkpoint_last-model_part-{}.pt",
+    "fairseq2": "step_10/model/pp_00/tp_0{}/sdp_00.pt",
+    "internevo": "model_tp{}_wp0_pp0.pt",
+    "nemo": "tp_rank_0{}_pp_rank_000/model.ckpt",
+    "neuronx": "dp_rank_00_tp_rank_0{}_pp_rank_00.pt",
+    "sagemaker": "model.pt_{}_0",
+    "mmengine": "epoch_1.pth/rank{}.pth",
+    "colossal": "pytorch_model-stage-0000{}-shard-00001.bin",
+    "a loop": "epoch3_rank{}.pt",
+}
+
+
+@pytest.mark.parametrize("program", OF_TWO_RANKS)
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_rank_is_known_by_the_file_of_another(program: str, damaged: bool, tmp_path: Path, run: Run) -> None:
+    names = [tmp_path / OF_TWO_RANKS[program].format(rank + (program == "colossal")) for rank in range(2)]
+    weights = [random_weights("a.weight") | {"a.bias": torch.zeros(3)} for _ in names]
+    for path, share in zip(names, weights, strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(share, path) if path.suffix == ".safetensors" else torch.save(share, path)
+    if damaged:
+        names[1].write_bytes(names[1].read_bytes()[:-30])
+    part = ckptool.inspect(names[0]).part
+    assert part.count == 2 and (" is damaged" if damaged else "weights of its own") in part.meaning
+    refused = run("convert", str(names[0]), "-o", str(tmp_path / "out.pt"))
+    assert refused.code == 2 and part.label in refused.err, refused
+    assert run("convert", str(names[0]), "-o", str(tmp_path / "out.pt"), "--part").code == 0
+    assert run("scan", str(tmp_path / names[0].relative_to(tmp_path).parts[0]), "--latest-good").code == 1
+
+
 def test_placeholders_are_never_written_as_weights(tmp_path: Path) -> None:
     states = write_zero(tmp_path / "zero", 3, 2) / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     for out in ("out.safetensors", "out.pt", "out.npz"):
@@ -181,10 +215,27 @@ def test_every_command_is_judged() -> None:
     assert judged - tried - looks == of_runs, "a new command: does it look at parts, take them, or change them?"
 
 
+def copies_of_ranks(folder: Path) -> Path:
+    """Files of ranks that have one model, and running means, random states and shares of an optimizer of their own."""
+    weights = random_weights("a.weight", "a.bias")
+    for rank in range(2):
+        model = weights | {"norm.running_mean": torch.full((3,), float(rank))}
+        optimizer = {"state": {0: {"exp_avg": torch.randn(3, 4)}}, "param_groups": [{"params": [0]}]}
+        saved_below({"model": model, "optimizer": optimizer, "rng": torch.randn(3)}, folder / f"copy_rank{rank}.pt")
+    saved_below({"rng": torch.randn(3)}, folder / "copy_rank2.pt")
+    return folder / "copy_rank0.pt"
+
+
+def lora_of_rank(folder: Path, rank: int) -> Path:
+    return saved_below({"a.weight": torch.randn(rank, 4)}, folder / f"lora_rank{rank}.pt")
+
+
 HEALTHY: dict[str, Callable[[Path], Path]] = {
     "one shard of one": lambda f: _file(f / "model-00001-of-00001.safetensors"),
     "numbers in a name": lambda f: saved_below({"state_dict": random_weights("a.weight")}, f / "e-00003-of-00010.pt"),
     "a rank's copy": lambda f: saved_below(random_weights("a.weight", "a.bias"), f / "model_rank_0.pt"),
+    "a copy beside others": copies_of_ranks,
+    "LoRA of two ranks": lambda f: [lora_of_rank(f, rank) for rank in (2, 1)][1],
     "an empty bias": lambda f: saved_below({"a.weight": torch.ones(2, 2), "a.bias": torch.empty(0)}, f / "m.pt"),
     "empty tables": lambda f: saved_below(random_weights("a.weight") | dict.fromkeys("xy", torch.empty(0)), f / "m.pt"),
     "a world of one": lambda f: saved_below(random_weights("a.weight"), f / "model_world_size_1_rank_0.pt"),

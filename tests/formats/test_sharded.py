@@ -30,6 +30,7 @@ from ckptool.errors import (
 from ckptool.formats import read
 from ckptool.formats.folder import MAX_TABLE
 from ckptool.formats.sharded import size_in_bytes
+from tests.support.cli import Run
 from tests.support.errors import three_parts
 from tests.support.files import contents, saved, written
 from tests.support.looped import looped
@@ -99,6 +100,21 @@ def test_torch_files_beside_the_same_weights_in_safetensors_are_named_and_not_re
     assert "not-read" in [note.code for note in ckptool.verify(tmp_path).notes]
     (tmp_path / names[0]).unlink()
     assert_values(read(tmp_path), old)
+
+
+@pytest.mark.parametrize("name", ["non_lora_trainables.bin", "value_head.safetensors"])
+def test_weights_trained_with_an_adapter_are_not_passed_over(name: str, tmp_path: Path, run: Run) -> None:
+    save_file(
+        {"q.lora_A.weight": torch.ones(4, 8), "q.lora_B.weight": torch.ones(8, 4)},
+        tmp_path / "adapter_model.safetensors",
+    )
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 4}')
+    torch.save({"mm_projector.weight": torch.ones(2)}, tmp_path / name)
+    save_file({"q.weight": torch.ones(8, 8)}, tmp_path / "base.safetensors")
+    merge = "lora merge", str(tmp_path / "base.safetensors"), str(tmp_path), "-o", str(tmp_path / "merged.pt")
+    for words in (("inspect", str(tmp_path)), ("convert", str(tmp_path), "-o", str(tmp_path / "out.pt")), merge):
+        told = run(*words)
+        assert told.code == 0 and (told.out + told.err).count(f"are not among them: {name}") == 1, told
 
 
 def test_shards_without_their_index(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ WRONG_LINES = {
     "run2: \x00": "run.yaml: not valid YAML: unacceptable character #x0000: special characters are not allowed",
     "data: {batch: 0}": "run.yaml:3: data.batch: should be greater than 0 (it is 0)",
     "data: {batch: many}": "run.yaml:3: data.batch: should be a whole number (it is 'many')",
-    "data:": "run.yaml:3: data: should be a section, {KEY: VALUE} (it is None)",
+    "data:": "run.yaml:3: data: should be a section, {KEY: VALUE} (it is null)",
     "save: [3]": "run.yaml:3: save: should be a section, {KEY: VALUE} (it is a list)",
     "save: {every: true}": "run.yaml:3: save.every: should be a number (it is True)",
     "eval: {every: true}": "run.yaml:3: eval.every: should be a number, or 'epoch' (it is True)",
@@ -74,6 +74,7 @@ WRONG_LINES = {
     "optim: {main: {clip: {}}}": (
         "run.yaml:3: optim.main.clip: give norm or value, exactly one of the two (null is none)"
     ),
+    "optim: {main: {args: {lr: 1}}}": "run.yaml:3: optim.main: give lr itself, not in args",
     "optim: {other: {}}": (
         "run.yaml: models are ['main'], optimizers for ['other']; each model needs one, and each optimizer a "
         "model (its own name, or `model`)"

@@ -28,7 +28,7 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Note, TensorEntry
-from ckptool.checkpoint.files import Folder, Input, read_small
+from ckptool.checkpoint.files import Folder, Input, folder_at, read_small
 from ckptool.checkpoint.graph import alike
 from ckptool.checkpoint.nodes import fields, items, same_kind
 from ckptool.commands import command, other_program
@@ -92,7 +92,9 @@ def _tags(folder: Folder) -> tuple[list[str], str, str]:
     candidates = [name for name in folder.names if _TAG.fullmatch(name) or SCRIPTS[0] in folder]
     tags = [name for name in candidates if _is_tag(folder, name)]
     for latest in (file for file in LATEST if file in folder):
-        text = read_small(os.path.join(folder.path, latest), "the name of a tag", MAX_TAG)
+        if folder_at(path := os.path.join(folder.path, latest)):  # other programs' link to the folder of a step
+            continue
+        text = read_small(path, "the name of a tag", MAX_TAG)
         name = text.decode(errors="replace").strip()
         if tags or SCRIPTS[0] in folder or _is_tag(folder, name):
             return tags, latest, name

@@ -12,8 +12,7 @@ from math import prod
 from typing import Any
 
 from ckptool.checkpoint import TensorEntry
-from ckptool.checkpoint.arrays import elementwise, resolved
-from ckptool.checkpoint.blocks import same_bytes
+from ckptool.checkpoint.arrays import elementwise, is_same, resolved
 from ckptool.checkpoint.dtypes import numbers
 from ckptool.checkpoint.strided import apart
 from ckptool.commands import arg
@@ -150,11 +149,9 @@ def plan_steps(
     for name, other in ((name, other) for name, other in translation.tied if name in node and other in node):
         second, first = node[name], node[other]
         are_tensors = isinstance(second, TensorEntry) and isinstance(first, TensorEntry)
-        if second is not first and not (are_tensors and second.view == first.view):
-            are_alike = are_tensors and (second.dtype, second.shape) == (first.dtype, first.shape)
-            if not are_alike or not same_bytes(second.row_major(), first.row_major()):
-                what = f"{name} is not {other}: they are tied in the other layout"
-                raise Conflict(what, "One of the two would be lost. Nothing was written.")
+        if second is not first and not (are_tensors and (second.view == first.view or is_same(second, first))):
+            what = f"{name} is not {other}: they are tied in the other layout"
+            raise Conflict(what, "One of the two would be lost. Nothing was written.")
         tied.append(name)
     unfilled = [
         key
