@@ -260,8 +260,8 @@ class CommandRuns:
         return self.reference.divergence(lives[-1], ended=True) if lives and ended else None
 
     def confirm(self, causes: list[Cause], folder: str, values: str) -> None:
-        """Repeats the restart with the first cause put back, then with the next, too, until the end is right; if the last
-        of them is enough, it alone is the cause. With nothing put back the end has to be wrong."""
+        """Repeats the restart with the first cause put back, then with the next, too, until the end is right. If the
+        last of them is enough, it alone is the cause. With nothing put back the end has to be wrong."""
 
         def ends_right(candidates: list[Cause]) -> bool:
             self.say(f"put back: {sentences(candidates[-1:])[0] if candidates else 'nothing'}")
