@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, PartKind, PartOf, TensorEntry
-from ckptool.checkpoint.files import Input, Source, open_input
+from ckptool.checkpoint.files import Input, open_input
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import CkptoolError, FileProblem, NotACheckpoint, printable
 from ckptool.formats.folder import names_in, without_copies
@@ -36,9 +36,9 @@ _OF_WORLD = r"(?:.*[-_.])?rank-?(\d{1,8})-of-(\d{1,8})(?!\d).*|model(\d{1,6})-mp
 
 
 def one_of_ranks(checkpoint: Checkpoint, read: Callable[[Input], Checkpoint]) -> PartOf | None:
-    """The part that a file is by its name, or by a file of another rank, which is read; None for any other file."""
+    """The part that a file or folder is by its name, or by that of another rank, which is read; None for any other."""
     source = checkpoint.source
-    above = absolute(source.path) if isinstance(source, Source) and source.path else ""
+    above = absolute(source.path) if source is not None and source.path else ""
     if not any(mark in above.lower() for mark in _MARKS):  # patterns are compiled where they may be found
         return None
     if match := re.fullmatch(_OF_WORLD, os.path.basename(above)):
@@ -84,7 +84,7 @@ def _unlike(checkpoint: Checkpoint, path: str, read: Callable[[Input], Checkpoin
     except (NotACheckpoint, FileProblem):
         return ""
     except CkptoolError:
-        return "{}, another rank's file, is damaged: nothing shows whether each has the whole model"
+        return "{}, which is another rank's, is damaged: nothing shows whether each has the whole model"
     return "each rank has weights of its own: those in {} differ" if differ else ""
 
 

@@ -140,6 +140,7 @@ OF_TWO_RANKS = {
     "mmengine": "epoch_1.pth/rank{}.pth",
     "colossal": "pytorch_model-stage-0000{}-shard-00001.bin",
     "a loop": "epoch3_rank{}.pt",
+    "folders": "rank_{}/model.safetensors",
 }
 
 
@@ -154,6 +155,8 @@ def test_a_rank_is_known_by_the_file_of_another(program: str, damaged: bool, tmp
     if damaged:
         names[1].write_bytes(names[1].read_bytes()[:-30])
     part = ckptool.inspect(names[0]).part
+    if program == "folders":
+        assert ckptool.inspect(names[0].parent).part == part
     assert part.count == 2 and (" is damaged" if damaged else "weights of its own") in part.meaning
     refused = run("convert", str(names[0]), "-o", str(tmp_path / "out.pt"))
     assert refused.code == 2 and part.label in refused.err, refused
