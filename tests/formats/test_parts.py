@@ -27,6 +27,7 @@ from tests.support.part_files import (
     megatron_folder,
     pipeline_folder,
     random_weights,
+    safe_file,
     saved_below,
     saved_by_two_ranks,
     sharded_folder,
@@ -234,7 +235,7 @@ def lora_of_rank(folder: Path, rank: int) -> Path:
 
 
 HEALTHY: dict[str, Callable[[Path], Path]] = {
-    "one shard of one": lambda f: _file(f / "model-00001-of-00001.safetensors"),
+    "one shard of one": lambda f: safe_file(f / "model-00001-of-00001.safetensors"),
     "numbers in a name": lambda f: saved_below({"state_dict": random_weights("a.weight")}, f / "e-00003-of-00010.pt"),
     "a rank's copy": lambda f: saved_below(random_weights("a.weight", "a.bias"), f / "model_rank_0.pt"),
     "a copy beside others": copies_of_ranks,
@@ -246,13 +247,8 @@ HEALTHY: dict[str, Callable[[Path], Path]] = {
     "zero-2 weights": lambda f: write_zero(f, 2, 2) / "mp_rank_00_model_states.pt",
     "one consolidated": lambda f: saved_below(random_weights("a.weight"), f / "consolidated.00.pth"),
     "the folder of the shards": sharded_folder,
-    "another index beside": lambda f: _file(sharded_folder(f) / "merged.safetensors"),
+    "another index beside": lambda f: safe_file(sharded_folder(f) / "merged.safetensors"),
 }
-
-
-def _file(path: Path) -> Path:
-    save_file(random_weights("a.weight", "a.bias"), path, metadata={"format": "pt"})
-    return path
 
 
 @pytest.mark.parametrize("kind", HEALTHY)
