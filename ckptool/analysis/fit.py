@@ -39,16 +39,22 @@ _OF_MODULES = ("_extra_state", "_packed_params", "_packed_params.dtype", "_packe
 # The place of the weights ---------------------------------------------------------------------------------------------
 
 
-def mains(contents: Listing) -> list[StateDict]:
-    """The sets of weights that a user may mean: all but averages, where there are others."""
+def mains(contents: Listing, target: Target | None) -> list[StateDict]:
+    """The sets of weights that a user may mean: all but averages, where there are others. target: those that fit this
+    model best."""
     models = [root for root in contents.roots if root.is_model]
-    return [root for root in models if root.kind == state_dicts.WEIGHTS] or models
+    models = [root for root in models if root.kind == state_dicts.WEIGHTS] or models
+    if target is None or not models:
+        return models
+    fits = [find_way(root, target).fit for root in models]
+    scores = [fit.matched - len(fit.missing) - len(fit.extra) - len(fit.shapes) for fit in fits]
+    return [root for root, score in zip(models, scores, strict=True) if score == max(scores)]
 
 
 def of_layout(
-    contents: Listing, chosen: StateDict | None, no_model: bool, sole: StateDict | None, dropped: Collection[str] = ()
+    contents: Listing, candidates: Sequence[StateDict], no_model: bool, sole: StateDict | None, dropped: Collection[str]
 ) -> Iterator[Finding]:
-    """Findings on the place of the weights. chosen: those that fit the model best.  no_model: none was named.
+    """Findings on the place of the weights. candidates: see `mains`.  no_model: none was named.
     sole: the set of weights that an earlier command has written alone.  dropped: addresses of what an earlier command
     left out."""
     if named(contents.container).is_program:
@@ -61,8 +67,7 @@ def of_layout(
         if isinstance(node, (list, tuple)) and len(node) > 1 and all(isinstance(part, Tensor) for part in node):
             unnamed = True
             yield finding("unnamed-weights", where=address(path) or "the file", count=counted(len(node), "tensor"))
-    candidates = mains(contents)
-    root = chosen or (candidates[0] if candidates else None)
+    root = next(iter(candidates), None)
     if root is None:
         if not unnamed and not any(note.code == NUMPY for note in contents.notes):
             kinds = listed([*dict.fromkeys(root.detail or root.kind for root in contents.roots)]) or "nothing at all"
@@ -79,7 +84,7 @@ def of_layout(
         if root is sole and named(contents.container).is_folder:  # which torch.load does not read
             expression = f"ckptool.load({f'{contents.file}#{root.address}'!r})"
         facts = {"place": address(root.path), "top": str(tops[0]), "python": expression}
-        if chosen is None and len(candidates) > 1:
+        if len(candidates) > 1:
             sets, addresses = counted(len(candidates), "set"), listed([root.address for root in candidates], 4)
             reason = finding("several-weights", count=sets, names=addresses, **facts)
         else:
@@ -100,7 +105,8 @@ def of_layout(
         averaged = next((prefix for prefix in _AVERAGED if prefix in prefixes), "")
         online = next((prefix for prefix in _ONLINE if prefix in prefixes), "")
         lightning = isinstance(contents.tree, dict) and _LIGHTNING in contents.tree
-        if averaged and online:
+        matrices = (name for key, name in zip(names, bare, strict=True) if len(root.node[key].shape or ()) > 1)
+        if averaged and online and all(name.startswith((online, averaged)) for name in matrices):
             yield finding("several-weights, under prefixes", online=online, averaged=averaged, first=names[0])
         elif (averaged or lightning) and len(prefixes) == 1 and all("." in name for name in bare):
             (prefix,), count = prefixes, counted(len(names), "key")
@@ -187,16 +193,6 @@ def fit(root: StateDict, target: Target, names: Mapping[str, str]) -> Fit:
             is_number = (value.shape, expected.shape) == ((1,), ())  # as torch before 0.4 saved it
             shapes += [] if is_number else [name]
     return Fit(names, tuple(missing), tuple(extra), tuple(shapes))
-
-
-def best_root(roots: Sequence[StateDict], target: Target) -> StateDict | None:
-    """The set of weights that fits a model best; the first of those that fit equally well."""
-
-    def score(root: StateDict) -> int:
-        match = find_way(root, target).fit
-        return match.matched - len(match.missing) - len(match.extra) - len(match.shapes)
-
-    return max(roots, key=score, default=None)
 
 
 @dataclass(frozen=True, slots=True)

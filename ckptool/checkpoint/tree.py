@@ -331,6 +331,8 @@ def module_attributes(node: Any) -> dict[Any, Any] | None:
             attributes = node.args[0]
         elif node.name.endswith(".OptimizedModule"):  # torch.compile: called with the module that it wraps
             attributes = {"_parameters": {}, "_buffers": {}, "_modules": {"_orig_mod": node.args[0]}}
+        elif node.name.endswith("._reconstruct_persistent_obj") and isinstance(node.args[0], dict):  # of StyleGAN, EDM
+            attributes = node.args[0].get("state")
     if not isinstance(attributes, dict) or not all(isinstance(attributes.get(part), dict) for part in _PARTS):
         return None
     return attributes if all(type(name) is str for part in _PARTS for name in attributes[part]) else None

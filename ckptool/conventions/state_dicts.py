@@ -38,15 +38,15 @@ WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer 
 _MODEL_WORDS = re.compile(
     r"(^|_|\b)(model|module|net|network|state_?dict|weights?|params?|generator|discriminator|encoder|decoder|"
     r"backbone|teacher|student|actor|critic|policy"
-    r"|unet|vae|classifier|head|embedder|lora|adapter|pretrained|ema|swa|[a-z]*net|[gd])(_?[a-z0-9])?($|_|\b)",
+    r"|blobs|unet|vae|classifier|head|embedder|lora|adapter|pretrained|ema|swa|[a-z]*net|[gd])(_?[a-z0-9])?($|_|\b)",
     re.IGNORECASE,
 )
 _AVERAGE_WORDS = re.compile(
-    r"(^|_|\b)(ema|swa|averaged?|shadow|polyak|moving_average)($|_|\b|\d|(?-i:(?=[A-Z])))", re.IGNORECASE
+    r"(^|_|\b)(ema|swa|averaged?|model_avg|shadow|polyak|moving_average)($|_|\b|\d|(?-i:(?=[A-Z])))", re.IGNORECASE
 )
 _OTHER_WORDS = re.compile(
     r"optim|scheduler|scaler|(^|_)rng|random|(^|_)(args|attributes|constants|config|hparams|hyper_parameters|loops?|"
-    r"callbacks|history|metrics|loss(es)?|data_state|sampler)($|_)",
+    r"callbacks|criterion|history|metrics|loss(es)?|data_state|sampler)($|_)",
     re.IGNORECASE,
 )
 _TRAINING_WORDS = re.compile(r"optim|scheduler|scaler|sampler|(^|[_-])rng|random", re.IGNORECASE)
@@ -59,6 +59,9 @@ _PARAMETER_NAMES = frozenset(
     "weight_g weight_v weight_orig weight_mask gamma beta scale "
     "embedding kernel weight_ih_l0 weight_hh_l0 bias_ih_l0 bias_hh_l0".split()
 )
+
+
+_STATISTICS = frozenset("mean var std running_mean running_var running_std count num_batches_tracked".split())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -312,18 +315,18 @@ def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
         return False
     flat = flat_keys(node)
     members = {key: value for key, value in node.items() if not key.endswith(EXTRA_STATE) and key not in flat}
-    tensor_keys = [key for key, value in members.items() if type(value) in _TENSORS]
-    dotted = any("." in key for key in tensor_keys)
-    if not tensor_keys or (2 * len(tensor_keys) < len(members) and not dotted):
+    entries = {key: value for key, value in members.items() if type(value) in _TENSORS}
+    dotted = any("." in key for key in entries)
+    if not entries or (2 * len(entries) < len(members) and not dotted):
         return False
     if _is_other(path):
         return False
     others = members.items() if kinds - _TENSORS else ()
     containers = [(key, value) for key, value in others if isinstance(value, (dict, list, tuple))]
     nested = sum(1 for key, value in containers if not (dotted and is_beside(key, value)) and _holds_tensors(value))
-    if nested and not (dotted and nested < len(tensor_keys)):
+    if nested and not (dotted and nested < len(entries)):
         return False  # a few tensors beside the weights: random states, a loss, class weights
-    return _looks_like_weights(path, tensor_keys)
+    return _looks_like_weights(path, entries)
 
 
 def is_beside(key: Any, value: Any) -> bool:
@@ -344,10 +347,14 @@ def _is_other(path: Path) -> bool:
     return not average and any(isinstance(key, str) and _OTHER_WORDS.search(key) for key in path)
 
 
-def _looks_like_weights(path: Path, names: Iterable[str]) -> bool:
-    if not path or any("." in name or name in _PARAMETER_NAMES for name in names):
+def _looks_like_weights(path: Path, entries: dict[str, Any]) -> bool:
+    if not path or any("." in name for name in entries):
         return True
-    return isinstance(path[-1], str) and bool(_MODEL_WORDS.search(path[-1]))
+    shapes = [getattr(value, "shape", ()) for value in entries.values()]
+    if not any(shapes) or all(name.strip("_") in _STATISTICS for name in entries):
+        return False  # what is measured: losses, mean and variance of observations, by which they are normalized
+    of_model = isinstance(path[-1], str) and bool(_MODEL_WORDS.search(path[-1]))
+    return of_model or any(name in _PARAMETER_NAMES for name in entries)
 
 
 def _holds_tensors(node: Any, depth: int = 3) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ckptool.checkpoint import Checkpoint, Composite, Note
 from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.paths import literal
-from ckptool.checkpoint.tree import address, matching
+from ckptool.checkpoint.tree import address, find, matching, module_state_dict, tensors
 from ckptool.commands import OUT, OUT_SAFETENSORS, arg, command, input_of
 from ckptool.errors import UnsafeObject, listed
 from ckptool.pickles.known import NOWHERE, Kind, is_own, kind_of
@@ -227,18 +227,22 @@ def refuse_unknown(
         return custom_notes(checkpoint)
     if original is not None:
         refuse_unknown(original, keep_unknown)
-    source = checkpoint.source or "the checkpoint"
+    source, tree = checkpoint.source or "the checkpoint", checkpoint.tree
     names = [f"{what} at {place or 'the top'}" for what, place in unknown.items()]
     if count > len(names):
         names.append(f"{count - len(names):,} more")
     fix = f"Pass it on as is: {arg(keep_unknown=True)}"
-    entries = list(dict.fromkeys(_entry_prefix(checkpoint.tree, place) for place in dict.fromkeys(unknown.values())))
-    if all(entries) and checkpoint.source is not None:  # all of it is in dictionary entries, and in a file
-        patterns = [*map(literal, entries)]
-        fix = f"Drop it: {command('edit', input_of(checkpoint.source), drop=patterns, out=OUT)}. {fix}"
+    entries = {entry: find(tree, entry)[1] for entry in (_entry_prefix(tree, place) for place in unknown.values())}
+    models = [entry for entry, node in entries.items() if module_state_dict(node)]
+    in_use = [entry for entry, node in entries.items() if not entry or next(tensors(node), None)]
+    take = command("convert", input_of(checkpoint.source, *models[:1]), out=OUT_SAFETENSORS)
     if DISCARDED in unknown.values() and not as_it_is:
-        take = command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS)
         fix = f"Objects that loading creates and discards cannot be kept. Write only the weights: {take}"
+    elif models and checkpoint.source is not None:
+        fix = f"Write only the weights: {take}. {fix}"
+    elif checkpoint.source is not None and not in_use:  # all of it is in dictionary entries without tensors
+        drop = command("edit", input_of(checkpoint.source), drop=[*map(literal, entries)], out=OUT)
+        fix = f"Drop it: {drop}. {fix}"
     why = "Loading the file runs this; ckptool does not, nor does it pass it on unless told to. Nothing was written."
     raise UnsafeObject(f"{source} {listed(names)}", why, fix)
 

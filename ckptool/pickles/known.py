@@ -259,7 +259,9 @@ _KINDS: dict[tuple[str, str], Kind] = {
     """),
     **Kind(rules.none).of("torch.nn.backends.thnn: _get_thnn_function_backend"),
     # Python
-    **_CONTAINER._replace(elements=False, value="namespace").of("argparse: Namespace types: SimpleNamespace"),
+    **_CONTAINER._replace(elements=False, value="namespace").of(
+        "argparse: Namespace types: SimpleNamespace ultralytics.utils: ultralytics.yolo.utils: IterableSimpleNamespace"
+    ),
     **_MAPPING.of("collections: OrderedDict"),
     **_MAPPING._replace(called=up_to("anything"), value="defaultdict").of("collections: defaultdict"),
     **Kind(up_to("sequence", "scalar"), empty=True, state=True, elements=True, value="deque").of("collections: deque"),

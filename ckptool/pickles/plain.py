@@ -22,7 +22,7 @@ from ckptool.checkpoint.graph import COPY, SCALARS, GraphMapper, copy_dict
 from ckptool.checkpoint.nodes import MISSING, ByteString, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.numpy_arrays import Array, array, array_type
 from ckptool.errors import CkptoolError, counted, printable
-from ckptool.pickles.known import is_torch_name, value_word
+from ckptool.pickles.known import is_torch_name, kind_of, value_word
 
 Make = Callable[[Object], Any]
 """The value of an object. `NotImplemented`, or one of `_MALFORMED`, for what its class would not have written."""
@@ -233,7 +233,7 @@ def _summary(value: Any, width: int) -> str:
             parts = {"attribute": value.attributes, "item": value.items, "element": value.elements}
             having = " and ".join(counted(len(part), word) for word, part in parts.items() if part)
             kind = {"new": "unknown class ", "call": "unknown call "}.get(value.how, "persistent ")
-            name = ("" if value_word(value.fn) in _VALUES else kind) + printable(value.name)
+            name = ("" if kind_of(value.fn) else kind) + printable(value.name)
             return f"<{name} with {having}>" if having else f"<{name}>"
         case Array() if value.size == 1 and not value.shape and (numbers := value.values()):
             return printable(f"numpy {value.type} {numbers[0]}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ckptool.analysis.findings import FIXED_ABOVE, Chain, Diagnosis, Finding, Stage, finding, in_order, table
-from ckptool.analysis.fit import Way, best_root, find_way, mains, of_layout, of_target
+from ckptool.analysis.fit import Way, find_way, mains, of_layout, of_target
 from ckptool.analysis.inspect import NUMPY, WEIGHTS_ONLY, Listing, engine_of, listing
 from ckptool.analysis.targets import Target
 from ckptool.analysis.verify import header_damage
@@ -86,9 +86,9 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     checkpoint, file = opened.taken, opened.path
     contents = known if known is not None and opened.at is None else listing(checkpoint)
     values = _refused_values(checkpoint, contents)
-    chosen = best_root(mains(contents), target) if target is not None else None
-    sole = _sole_weights(contents, chosen, values)
-    way = find_way(chosen, target) if chosen is not None and target is not None else None
+    candidates = mains(contents, target)
+    sole = _sole_weights(contents, candidates, values)
+    way = find_way(candidates[0], target) if candidates and target is not None else None
     dropped = values.dropped if sole is None and not values.lossy else ()
     damage = []
     if (header := header_damage(checkpoint)) is not None:  # damage that the other verbs find when they copy the data
@@ -106,10 +106,10 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
         *container,
         *refused,
         *_of_notes(contents, way, rewritten),
-        *of_layout(contents, chosen, target is None, sole, dropped),
+        *of_layout(contents, candidates, target is None, sole, dropped),
     ]
-    if chosen is not None and target is not None and way is not None:
-        findings += of_target(chosen, target, way)
+    if target is not None and way is not None:
+        findings += of_target(candidates[0], target, way)
     if contents.part is not None:
         part, unfiltered = contents.part, findings
         findings = []
@@ -203,14 +203,12 @@ def _refused_values(checkpoint: Checkpoint, contents: Listing) -> RefusedValues:
     return RefusedValues(tuple(refused), lossy, dropped, plain_parts)
 
 
-def _sole_weights(contents: Listing, chosen: StateDict | None, values: RefusedValues) -> StateDict | None:
+def _sole_weights(contents: Listing, candidates: Sequence[StateDict], values: RefusedValues) -> StateDict | None:
     """The weights that are written alone: with plain values in place of what is refused, tensors would be lost."""
-    candidates = mains(contents)
-    root = chosen or next(iter(candidates), None)
+    root = next(iter(candidates), None)
     is_plain = root is not None and root.address in values.plain_parts
     if root is not None and root.path and _is_of_folder(contents):  # written once, without the whole folder before
-        is_sole = chosen is not None or len(candidates) == 1
-        return root if is_sole and (not values.refused or is_plain) else None
+        return root if len(candidates) == 1 and (not values.refused or is_plain) else None
     if not values.lossy or root is None or _is_rewritten(contents):
         return None
     if root.module is not None:

@@ -188,7 +188,8 @@ def fixed(file: CheckpointLike, change: Change, target: Target | None, settings:
     # What was decided for the user: which weights, which prefix goes, which values are the model's.
     for finding in (finding for earlier in diagnoses for finding in earlier.findings):
         if finding.code == "several-weights" and finding.steps[:1] and finding.steps[0].at:
-            choose = command("doctor", f"{path or FILE}#ADDRESS", fix=True, out=OUT)
+            model = target.name if target else ""
+            choose = command("doctor", f"{path or FILE}#ADDRESS", fix=True, against=model, out=OUT)
             notes.append(Note(finding.code, f"{finding.what}. {finding.steps[0].at} was taken; for another: {choose}"))
         elif finding.steps and finding.advice and (finding.stage is Stage.ENTRIES or finding.code == "shape-mismatch"):
             notes.append(Note(finding.code, f"{finding.what}. {finding.advice}"))

@@ -202,6 +202,13 @@ def test_what_torch_compile_pickles_is_a_call_with_the_module_in_it() -> None:
     assert module_state_dict(Object(wrapped.fn, (3,))) == {}
 
 
+def test_what_stylegan_pickles_is_a_call_with_source_code_and_state() -> None:
+    rebuild = Global("torch_utils.persistence", "_reconstruct_persistent_obj")
+    made = Object(rebuild, ({"module_src": "class G: …", "state": module(_parameters={"w": entry()}).state},))
+    assert list(module_state_dict(module(_modules={"mapping": made})) or ()) == ["mapping.w"]
+    assert [module_state_dict(Object(rebuild, args)) for args in ((3,), ({},), ({"state": 3},))] == [None] * 3
+
+
 def test_the_non_persistent_set_may_be_of_a_hostile_kind() -> None:
     for left_out in (Set(["b"]), [], None, 3, {}):
         names = module_state_dict(module(_buffers={"b": entry()}, _non_persistent_buffers_set=left_out))

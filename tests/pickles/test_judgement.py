@@ -40,6 +40,7 @@ def test_known_dictionaries_and_lists_take_them_silently(tmp_path: Path) -> None
         ("mmcv.utils.config", "ConfigDict"),
         ("mmengine.config.config", "ConfigDict"),
         ("argparse", "Namespace"),
+        ("ultralytics.utils", "IterableSimpleNamespace"),
         ("munch", "Munch"),
     ):
         assert not ckptool.scan(_file(tmp_path / "in.pt", module, attribute, ITEMS)).findings, module

@@ -176,6 +176,7 @@ def test_nothing_recurses() -> None:
         (Global("os", "system\n"), "name os.system\\n"),
         (made("foo.Bar", state={"a": 1, "b": 2, "c": 3}), "<unknown class foo.Bar with 3 attributes>"),
         (made("foo.bar", (1,), "call"), "<unknown call foo.bar>"),
+        (made("torch.nn.modules.loss.L1Loss", state={"a": 1}), "<torch.nn.modules.loss.L1Loss with 1 attribute>"),
         (TensorEntry(Storage(InlineBytes(bytes(8))), by_name("f32"), (2,), (1,)), "tensor f32[2]"),
     ],
     ids=lambda value: repr(value)[:30],

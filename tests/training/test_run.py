@@ -9,6 +9,7 @@ import random
 import re
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def of_no_module() -> dict[str, Any]:
 
 MEANINGLESS: dict[str, dict[str, Any]] = {
     "vocabulary is a dict, which has no state_dict": {"vocabulary": {}},
+    r"optimizers is a list(?s:.*)Give each of them: ckptool\.Run\(…, optimizers_1=…": {"optimizers": [of_no_module()]},
     "keep_lst is an int, which has no state_dict": {"keep_lst": 2},
     "optimizer trains 1 parameter of no module that was passed": of_no_module(),
     "verify is 'sha256'": {"verify": "sha256"},
@@ -107,7 +109,7 @@ def test_what_is_not_what_was_saved_is_refused_by_name(tmp_path: Path) -> None:
             Run(tmp_path, **own)
 
 
-@pytest.mark.parametrize("value", [numpy.float64(1), numpy.ones(2), deque([1]), {"a": b""}, frozenset([1])])
+@pytest.mark.parametrize("value", [numpy.float32(1), numpy.ones(2), deque([1]), {"a": b""}, frozenset([1])])
 def test_a_state_that_could_not_be_read_again_is_refused_before_it_is_written(tmp_path: Path, value: Any) -> None:
     run = Run(tmp_path, say=str, model=nn.Linear(2, 1), early=Holder(value))
     with pytest.raises(UsageError, match="the state of early holds"):
@@ -120,6 +122,47 @@ def test_a_state_that_could_not_be_read_again_is_refused_before_it_is_written(tm
     with pytest.raises(UsageError, match=r"run\['found'\] holds"):
         run.save()
     assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_numbers_of_numpy_that_compute_as_those_of_python_are_saved_as_those(tmp_path: Path) -> None:
+    """A rate from `numpy.linspace`, a mean of losses, a count."""
+    ends = []
+    for kill in (None, 2, None):
+        folder = tmp_path / str(len(ends) == 0)
+        seeded()
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - numpy.float64(step) / 7)
+        with suppress(Killed), Run(folder, say=str, model=model, optimizer=optimizer, schedule=schedule) as run:
+            run["best"] = run.get("best", numpy.inf)
+            for step in run.steps(4):
+                (model.weight.sum() ** 2).backward()
+                optimizer.step()
+                schedule.step()
+                run["best"] = numpy.mean([run["best"], model.weight.item()])
+                run["seen"] = {numpy.int64(step): {numpy.bool_(True), step}}
+                optimizer.zero_grad()
+                run.save()
+                if step == kill:
+                    raise Killed
+        ends.append(bytes_at(folder, 4) if kill is None else b"")
+    assert ends[0] == ends[2]
+    values = end(tmp_path / "True", 4)["values"]
+    assert {type(each) for each in (values["best"], *values["seen"], *values["seen"][4])} <= {float, int, bool}
+
+
+def test_of_a_value_that_lies_in_a_larger_storage_its_part_alone_is_saved(tmp_path: Path) -> None:
+    """As a mean of torch's does: the rest is whatever memory held. Values that share a storage go on sharing it."""
+    for background in (False, True):
+        with Run(tmp_path / str(background), say=str, model=nn.Linear(2, 1), save_async=background) as run:
+            rows = torch.rand(4, 3)
+            run["loss"] = nn.functional.mse_loss(torch.rand(8, 1), torch.rand(8, 1))
+            run["rows"], run["row"] = rows, rows[1]
+            run.save()
+        saved = end(tmp_path / str(background), 0)["values"]
+        assert saved["loss"].untyped_storage().nbytes() == 4
+        assert saved["row"].data_ptr() == saved["rows"][1].data_ptr()
+        assert saved["loss"] == run["loss"]
 
 
 WRONG: dict[str, Callable[[Run], Any]] = {

@@ -17,8 +17,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ckptool
 from ckptool.checkpoint.tree import stored_parts, walk
 from ckptool.errors import CkptoolError, Unsupported
+from fixtures.traps import TRAPS
 from tests.support.errors import refused
 from tests.support.files import saved
+from tests.support.lab_trial import run_line
 from tests.support.looped import looped
 
 
@@ -236,6 +238,39 @@ def test_only_what_one_does_not_expect_is_named_and_summed(tmp_path: Path) -> No
         assert done.facts["left_behind_bytes"] == (8 if "mean" in beside else 0)
         chosen = ckptool.convert(tmp_path / "in.pt", tmp_path / "one.safetensors", only="fc.bias", overwrite=True)
         assert chosen.facts["left_behind_bytes"] >= 48  # named by a pattern
+
+
+def test_only_a_file_of_a_model_and_its_average_is_cut_to_the_model(tmp_path: Path) -> None:
+    """A fix takes the model out of ema_pytorch's, but no part out of a latent diffusion model with three."""
+    pair = {"model.w": torch.ones(2, 2), "model_ema.w": torch.ones(2, 2), "model_ema.decay": torch.ones(())}
+    for parts in ({"betas": torch.ones(9)}, {"first_stage_model.w": torch.ones(2, 2)}):
+        file = saved({"state_dict": pair | parts, "epoch": 1}, tmp_path / "in.pt")
+        done = ckptool.doctor(file, tmp_path / "out.pt", fix=True, overwrite=True)
+        names = list(torch.load(tmp_path / "out.pt", weights_only=True))
+        assert names == (["w"] if "betas" in parts else [*pair, *parts]), done
+
+
+def test_of_weights_that_fit_equally_well_it_is_said_which_were_taken(tmp_path: Path) -> None:
+    target = saved(MODEL, tmp_path / "target.pt")
+    both = {"student": {f"module.{key}": value + 1 for key, value in MODEL.items()}, "teacher": MODEL}
+    file = saved(both | {"head": {"fc.weight": torch.ones(3, 4)}}, tmp_path / "in.pt")
+    done = ckptool.doctor(file, tmp_path / "out.pt", fix=True, against=target)
+    (note,) = [note.message for note in done.notes if note.code == "several-weights"]
+    assert "2 sets of weights, but a model takes one: student, teacher. student was taken" in note
+    assert f"--against {target}" in note
+
+
+def test_no_error_advises_to_drop_the_weights(tmp_path: Path) -> None:
+    danger = TRAPS["20-unknown-call"]()["danger"]
+    model = nn.Linear(2, 2)
+    model.config = danger  # type: ignore[assignment]
+    file = tmp_path / "in.pt"
+    for tree, fix in (({"net": model}, "Write only the weights"), ({"x": danger}, "Drop it"), ([danger], "Pass it")):
+        saved(tree, file)
+        error = refused("unsafe-global", tmp_path, lambda: ckptool.remap(file, tmp_path / "out.pt", to="cpu"))
+        assert error.fix.startswith(fix)
+        if fix != "Pass it":
+            assert run_line(str(error.fix.commands[0]).replace("OUT", f"{tmp_path}/{len(fix)}")) == 0
 
 
 @pytest.mark.filterwarnings("ignore")

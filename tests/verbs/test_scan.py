@@ -119,6 +119,9 @@ def test_the_newest_by_time_where_no_file_says_its_step(tmp_path: Path) -> None:
     [
         ("model.pt", {"global_step": 7, "epoch": 2}, (7, 2)),
         ("model.pt", {"trainer": {"step": 9}}, (9, None)),
+        ("ckpt.pt", {"iter_num": 9, "config": {"max_iters": 20}}, (9, None)),  # nanoGPT
+        ("model_step.pt", {"optim": {"training_step": 9}}, (9, None)),  # OpenNMT-py
+        ("latest_ckpt.pth", {"start_epoch": 4}, (None, 4)),  # YOLOX
         ("checkpoint-500.pt", None, (500, None)),
         ("checkpoint-500.pt", {"epoch": 2}, (500, 2)),
         ("checkpoint-12.pth.tar", {"epoch": 12}, (None, 12)),  # timm
