@@ -21,7 +21,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.files import Input, open_input
 from ckptool.checkpoint.paths import absolute
-from ckptool.errors import CkptoolError, FileProblem, NotACheckpoint, printable
+from ckptool.errors import CkptoolError, FileProblem, NoCheckpointInside, counted, printable
 from ckptool.formats.folder import names_in, without_copies
 
 LEVELS = 3  # of a path in which a rank may be named
@@ -53,9 +53,9 @@ def one_of_ranks(checkpoint: Checkpoint, read: Callable[[Input], Checkpoint]) ->
         if other and (what := _unlike(checkpoint, os.path.join(above, other), read)):
             columns = [{*column} for column in zip(*ranks.values(), strict=True)]
             telling = [own for own, column in zip(ranks[name], columns, strict=True) if len(column) == len(ranks)]
-            count, number = len(ranks), int(telling[0]) if telling else None
-            label = f"one of {count:,} files" if number is None else f"rank {number:,} of {count:,}"
-            return PartOf(PartKind.RANK, label, what.format(printable(other)), number, count)
+            number = int(telling[0]) if telling else None
+            label = f"one of {counted(len(ranks), 'file')}" if number is None else f"rank {number:,} of {len(ranks):,}"
+            return PartOf(PartKind.RANK, label, what.format(printable(other)), number, len(ranks))
         below.insert(0, name)
     return None
 
@@ -83,10 +83,10 @@ def _unlike(checkpoint: Checkpoint, path: str, read: Callable[[Input], Checkpoin
             for each in (checkpoint, read(open_input(path)))
         )
         differ = any(_differ(ours[place], theirs[place]) for place in ours.keys() & theirs.keys())
-    except (NotACheckpoint, FileProblem):
+    except (NoCheckpointInside, FileProblem):  # a folder of logs
         return ""
-    except CkptoolError:
-        return "{}, which is another rank's, is damaged: nothing shows whether each has the whole model"
+    except CkptoolError:  # damaged, or not downloaded
+        return "{}, which is another rank's, cannot be read: nothing shows whether each has the whole model"
     return "each rank has weights of its own: those in {} differ" if differ else ""
 
 
