@@ -22,7 +22,7 @@ from ckptool.checkpoint import Checkpoint, PartKind, PartOf, TensorEntry
 from ckptool.checkpoint.files import Input, open_input
 from ckptool.checkpoint.paths import absolute
 from ckptool.errors import CkptoolError, FileProblem, NoCheckpointInside, counted, printable
-from ckptool.formats.folder import names_in, without_copies
+from ckptool.formats.folder import names_in
 
 LEVELS = 3  # of a path in which a rank may be named
 SAMPLE = 1 << 16  # bytes at each end of a tensor without a checksum that are compared
@@ -67,7 +67,7 @@ def _named_alike(folder: str, name: str) -> dict[str, tuple[str, ...]]:
     edges = [0, *(edge for place in places for edge in place), len(name)]
     words = (re.escape(name[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True))
     pattern = re.compile(r"(\d+)(?:_\d+)*".join(words))
-    matches = [match for match in map(pattern.fullmatch, without_copies(names_in(folder))) if match]
+    matches = [match for match in map(pattern.fullmatch, names_in(folder)) if match]
     least = [min(map(int, column)) for column in zip(*(match.groups() for match in matches), strict=True)]
     return {match[0]: match.groups() for match in matches} if max(least, default=2) <= ("shard" in name) else {}
 
