@@ -28,7 +28,7 @@ LEVELS = 3  # of a path in which a rank may be named
 SAMPLE = 1 << 16  # bytes at each end of a tensor without a checksum that are compared
 
 _MARKS = "rank", "tp", "pp", "mp", "sdp", "shard", "part", ".pt_"
-_NUMBER = r"[-_]?(?:rank[-_]?)?|\.pt_)(\d{1,8}(?:_\d{1,4})*)(?![0-9a-z])"
+_NUMBER = r"[-_]?(?:rank[-_]?)?|\.pt_)(\d{1,8}(?:_\d{1,4})*)(?![0-9a-z]|\.[0-9])"
 _OF_RANKS = rf"(?i)(?:(?<![a-z])(?:rank|tp|pp|mp|sdp|shard|model_?part){_NUMBER}"
 # Beside one of these, the names of other ranks may differ in others, too.
 _NUMBERS = rf"(?i)(?:(?<![a-z])(?:rank|[tpcdmw]p|[sw]dp|zo|shard|part|model_?part|stage(?=-\d{{5}}-)){_NUMBER}"
