@@ -252,7 +252,7 @@ def test_ranks_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
     (folder / "mp_rank_01" / "model_optim_rng.pt").write_bytes(b"")
     refused(folder, "join: {w: column}", Truncated, "mp_rank_01", "empty")
     (folder / "mp_rank_01" / "model_optim_rng.pt").unlink()
-    refused(folder, "join: {w: column}", Truncated, "mp_rank_01 has no model_optim_rng.pt")
+    refused(folder, "join: {w: column}", Truncated, "mp_rank_01 has none of model_optim_rng.pt")
 
 
 @looped("layout", ["llama-meta", "llama-megatron"])
