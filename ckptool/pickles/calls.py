@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Composite, Note
@@ -214,13 +215,14 @@ def refuse_unknown(
     as_it_is: the file is copied, so what loading makes and throws away is kept too.
     original: the checkpoint as it was opened; its addresses are named where it has such calls.
     """
-    unknown: dict[str, str] = {}
+    unknown, places = dict[str, str](), dict[str, None]()
     count = 0
     for use, place in uses_of(checkpoint):
         if place == PROGRAM and not as_it_is:
             continue  # no writer writes programs
         if use.verdict == UNKNOWN and (not keep_unknown or (place == DISCARDED and not as_it_is)):
             count += 1
+            places[place] = None
             if len(unknown) < _NAMED_UNKNOWN:
                 unknown.setdefault(f"{_VERBS[use.how]} {use.name}", place)
     if not count:
@@ -232,17 +234,17 @@ def refuse_unknown(
     if count > len(names):
         names.append(f"{count - len(names):,} more")
     fix = f"Pass it on as is: {arg(keep_unknown=True)}"
-    entries = {entry: find(tree, entry)[1] for entry in (_entry_prefix(tree, place) for place in unknown.values())}
+    entries = {entry: find(tree, entry)[1] for entry in (_entry_prefix(tree, place) for place in islice(places, MANY))}
     models = [entry for entry, node in entries.items() if module_state_dict(node)]
-    in_use = [entry for entry, node in entries.items() if not entry or next(tensors(node), None)]
     take = command("convert", input_of(checkpoint.source, *models[:1]), out=OUT_SAFETENSORS)
-    if DISCARDED in unknown.values() and not as_it_is:
+    if DISCARDED in places and not as_it_is:
         fix = f"Objects that loading creates and discards cannot be kept. Write only the weights: {take}"
     elif models and checkpoint.source is not None:
         fix = f"Write only the weights: {take}. {fix}"
-    elif checkpoint.source is not None and not in_use:  # all of it is in dictionary entries without tensors
-        drop = command("edit", input_of(checkpoint.source), drop=[*map(literal, entries)], out=OUT)
-        fix = f"Drop it: {drop}. {fix}"
+    elif checkpoint.source is not None and len(places) < MANY:
+        patterns = [literal(entry) for entry, node in entries.items() if entry and not next(tensors(node), ())]
+        if len(patterns) == len(entries):  # all of it is in dictionary entries, and without tensors
+            fix = f"Drop it: {command('edit', input_of(checkpoint.source), drop=patterns, out=OUT)}. {fix}"
     why = "Loading the file runs this; ckptool does not, nor does it pass it on unless told to. Nothing was written."
     raise UnsafeObject(f"{source} {listed(names)}", why, fix)
 
@@ -250,7 +252,7 @@ def refuse_unknown(
 _VERBS = {CALLED: "calls", MADE: "makes", NAMED: "refers to"}
 
 
-_NAMED_UNKNOWN = 6
+_NAMED_UNKNOWN, MANY = 6, 50  # names in an error; places that it looks at
 
 
 def _entry_prefix(tree: Any, place: str) -> str:
