@@ -101,12 +101,15 @@ class Builder:
             from ckptool.conventions.state_dicts import find_state_dicts
 
             bad = {place.partition("/")[0] for place in places.values()}
-            parts = tree.items() if isinstance(tree, dict) else ()
-            tops = [key for key, value in parts if isinstance(value, dict) and value]
-            if good := [address((*base, key)) for key in tops if address((key,)) not in bad]:
+            models = [root for root in find_state_dicts(self.checkpoint) if root.is_model]
+            parts = tree.items() if isinstance(tree, dict) and not models else ()
+            paths = [root.path for root in models if root.path and root.module is None]
+            paths += [(key,) for key, value in parts if isinstance(value, dict) and value]
+            if good := [address(base + path) for path in paths if address(path[:1]) not in bad]:
                 advice = f"Load a part without them: ckptool.load({input_of(source, good[0])!r}). "
-            elif any(root.module is not None for root in find_state_dicts(self.checkpoint)):
-                advice = f"Take its weights: {command('convert', part, out=OUT_SAFETENSORS)}. "
+            elif models:
+                take = command("convert", input_of(source, models[0].address), out=OUT_SAFETENSORS)
+                advice = f"Take its weights: {take}. "
         what = f"{part if source else 'the checkpoint'} holds {listed(names)}"
         why = "Loading these would run code that the file names; ckptool does not."
         return UnsafeObject(what, why, f"{advice}See what is in it: {command('inspect', input_of(source))}")
