@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, PartKind, PartOf, TensorEntry
-from ckptool.checkpoint.files import Input, Source, open_input
+from ckptool.checkpoint.files import Input, open_input
 from ckptool.checkpoint.paths import absolute
-from ckptool.errors import CkptoolError, FileProblem, NotACheckpoint, printable
+from ckptool.errors import CkptoolError, FileProblem, NoCheckpointInside, counted, printable
 from ckptool.formats.folder import names_in, without_copies
 
 LEVELS = 3  # of a path in which a rank may be named
@@ -36,9 +36,9 @@ _OF_WORLD = r"(?:.*[-_.])?rank-?(\d{1,8})-of-(\d{1,8})(?!\d).*|model(\d{1,6})-mp
 
 
 def one_of_ranks(checkpoint: Checkpoint, read: Callable[[Input], Checkpoint]) -> PartOf | None:
-    """The part that a file is by its name, or by a file of another rank, which is read; None for any other file."""
+    """The part that a file or folder is by its name, or by that of another rank, which is read; None for any other."""
     source = checkpoint.source
-    above = absolute(source.path) if isinstance(source, Source) and source.path else ""
+    above = absolute(source.path) if source is not None and source.path else ""
     if not any(mark in above.lower() for mark in _MARKS):  # patterns are compiled where they may be found
         return None
     if match := re.fullmatch(_OF_WORLD, os.path.basename(above)):
@@ -48,26 +48,28 @@ def one_of_ranks(checkpoint: Checkpoint, read: Callable[[Input], Checkpoint]) ->
     below: list[str] = []
     for _ in range(LEVELS):
         above, name = os.path.split(above)
-        ranks = _named_alike(above, name) if re.search(_OF_RANKS, name) else []
+        ranks = _named_alike(above, name) if re.search(_OF_RANKS, name) else {}
         other = next((os.path.join(each, *below) for each in ranks if each != name), "")
         if other and (what := _unlike(checkpoint, os.path.join(above, other), read)):
-            numbers = [int(number) for number in re.findall(_NUMBERS, name) if number.isdecimal()]
-            which = f"rank {numbers[0]:,} of" if len(numbers) == 1 else "one of the files of"
-            return PartOf(PartKind.RANK, f"{which} {len(ranks):,}", what.format(printable(other)), None, len(ranks))
+            columns = [{*column} for column in zip(*ranks.values(), strict=True)]
+            telling = [own for own, column in zip(ranks[name], columns, strict=True) if len(column) == len(ranks)]
+            number = int(telling[0]) if telling else None
+            label = f"one of {counted(len(ranks), 'file')}" if number is None else f"rank {number:,} of {len(ranks):,}"
+            return PartOf(PartKind.RANK, label, what.format(printable(other)), number, len(ranks))
         below.insert(0, name)
     return None
 
 
-def _named_alike(folder: str, name: str) -> list[str]:
-    """The names in a folder that differ in the numbers of ranks alone, with this one; none where these do not begin at
-    0, as LoRA's do not; those of shards may begin at 1."""
+def _named_alike(folder: str, name: str) -> dict[str, tuple[str, ...]]:
+    """The names in a folder that differ in the numbers of ranks alone, with these, and this one; none where these do
+    not begin at 0, as LoRA's do not; those of shards may begin at 1."""
     places = [match.span(1) for match in re.finditer(_NUMBERS, name)]
     edges = [0, *(edge for place in places for edge in place), len(name)]
     words = (re.escape(name[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True))
     pattern = re.compile(r"(\d+)(?:_\d+)*".join(words))
     matches = [match for match in map(pattern.fullmatch, without_copies(names_in(folder))) if match]
     least = [min(map(int, column)) for column in zip(*(match.groups() for match in matches), strict=True)]
-    return [match.string for match in matches] if max(least, default=2) <= ("shard" in name) else []
+    return {match[0]: match.groups() for match in matches} if max(least, default=2) <= ("shard" in name) else {}
 
 
 def _unlike(checkpoint: Checkpoint, path: str, read: Callable[[Input], Checkpoint]) -> str:
@@ -81,10 +83,10 @@ def _unlike(checkpoint: Checkpoint, path: str, read: Callable[[Input], Checkpoin
             for each in (checkpoint, read(open_input(path)))
         )
         differ = any(_differ(ours[place], theirs[place]) for place in ours.keys() & theirs.keys())
-    except (NotACheckpoint, FileProblem):
+    except (NoCheckpointInside, FileProblem):  # a folder of logs
         return ""
-    except CkptoolError:
-        return "{}, another rank's file, is damaged: nothing shows whether each has the whole model"
+    except CkptoolError:  # damaged, or not downloaded
+        return "{}, which is another rank's, cannot be read: nothing shows whether each has the whole model"
     return "each rank has weights of its own: those in {} differ" if differ else ""
 
 

@@ -13,7 +13,7 @@ import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable
 
-from ckptool.checkpoint.files import Folder, Input, Readable
+from ckptool.checkpoint.files import Folder, Input, Readable, folder_at
 from ckptool.checkpoint.paths import free_name
 from ckptool.commands import command, other_program
 from ckptool.errors import CkptoolError, Corrupt, NoCheckpointInside, NotACheckpoint, Unsupported, listed
@@ -88,17 +88,29 @@ _KINDS: tuple[tuple[bytes, type[CkptoolError], str, str, str], ...] = (
 )  # fmt: skip
 _TABLE_END = bytes.fromhex("57fb808b247547db")  # of a LevelDB table
 MAX_ZEROS = 1 << 20
+# Of folders: a name in them, and what they are.
+_FOLDERS = {
+    ".snapshot_metadata": "a snapshot of torchsnapshot",
+    "checkpoint_metadata.json": "a checkpoint of nanotron",
+    "_CHECKPOINT_METADATA": "a checkpoint of Orbax (JAX)",
+    "saved_model.pb": "a SavedModel of TensorFlow",
+}
 _BESIDE_BIN = {".idx": "a fairseq or Megatron data set", ".xml": "a model of OpenVINO", ".param": "a model of ncnn"}
 
 
 def refuse(head: bytes, source: Input) -> CkptoolError:
     """The error for a file or folder that no format reads, naming what it is as exactly as its first bytes allow."""
     if isinstance(source, Folder):
+        if what := next((what for name, what in _FOLDERS.items() if name in source), ""):
+            fix = "With the program that wrote it: load it there, and torch.save the model's state dict."
+            return OtherProgram(f"{source} is {what}", "It has a layout of its own, which ckptool does not read.", fix)
         held = f"It holds {listed(source.names, 4)}." if source.names else "It is empty."
         expected = "an index of shards (*.index.json), .metadata of torch.distributed, and files like model.safetensors"
         weights = [name for name in source.names if name.lower().endswith(_SUFFIXES)]
-        one = f"Name the file in it: {command('inspect', os.path.join(source.path, *weights))}"
-        fix = one if len(weights) == 1 else f"Name a checkpoint in it; to see which: {command('scan', source.path)}"
+        if len(weights) == 1 and not any(folder_at(os.path.join(source.path, name)) for name in source.names):
+            fix = f"Name the file in it: {command('inspect', os.path.join(source.path, *weights))}"
+        else:
+            fix = f"Name a checkpoint in it; to see which: {command('scan', source.path)}"
         why = f"ckptool looked for {expected}. {held}"
         return NoCheckpointInside(f"{source} is a folder, not a checkpoint", why, fix)
     for pattern, error, what, why, fix in _KINDS:

@@ -325,12 +325,15 @@ def is_divided(value: Any) -> bool:
 
 def has_divided(tree: Any) -> bool:
     """True where any tensor of a tree is divided."""
-    return _holds(tree, is_divided)
+    return any(map(is_divided, tensors(tree)))
 
 
-def _holds(node: Any, is_match: Callable[[Any], bool]) -> bool:
-    parts = node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ()
-    return is_match(node) or any(_holds(part, is_match) for part in parts)
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a tree."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    for part in tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ():
+        yield from tensors(part)
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
@@ -408,7 +411,7 @@ def write_divided(tree: Mapping[str, Any], folder: str, group: Any) -> None:
 
 
 def _values(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    if isinstance(node, torch.Tensor) or (path and not _holds(node, lambda value: isinstance(value, torch.Tensor))):
+    if isinstance(node, torch.Tensor) or (path and next(tensors(node), None) is None):
         yield path, node
         return
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):

@@ -203,12 +203,6 @@ class Run:
         refuse_not_plain(value, f"run[{name!r}]")
         self.values[name] = value
 
-    def __getattr__(self, name: str) -> Any:
-        why = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name == "due":
-            why = "`run.due` is gone: run.save(every=500, val=evaluate) marks, and calls evaluate when it is due"
-        raise AttributeError(why, name=name, obj=self)
-
     def __contains__(self, name: object) -> bool:
         return name in self.values
 
@@ -451,11 +445,17 @@ class Run:
 
     def _one_epoch(self, data: Generator[Any], length: dict[str, int]) -> Iterator[tuple[int, Any]]:
         """The steps of an epoch, each with its batch; commits at the end of each but the last."""
-        if self._has_batches:
-            what = "run.batches was called twice in one epoch of run.epochs"
-            raise UsageError(what, "", "Give another data set its own epochs.")
-        self._has_batches, self.step = True, self.step - 1
         try:
+            if self._has_batches:
+                what, why = (
+                    "run.batches was called twice in one epoch of run.epochs",
+                    "Its batches are those trained on.",
+                )
+                more = (
+                    "for a validation: for batch in loader; for two: run.batches(lambda: itertools.chain(one, other))"
+                )
+                raise UsageError(what, why, f"Call it once; {more}")
+            self._has_batches, self.step = True, self.step - 1
             item = next(data, _END)
             while item is not _END:
                 self._stop.begin()
@@ -562,6 +562,8 @@ class Run:
     def _requests(self) -> tuple[bool, bool]:
         """After a body: whether to commit a save, and whether to stop the run; neither in a window of accumulation,
         whose gradients would be lost."""
+        if self.step == self._looks.again:
+            self._say_notes(first=False)
         save, stop = self.world.any_of(self._marked is not None, self._stop.asked)
         if save and self._marked is None:  # another process asked alone
             self._marked = self._offered[1] if self._offered[0] == self.step else {}

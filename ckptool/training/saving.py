@@ -18,12 +18,13 @@ import torch
 
 from ckptool.checkpoint.paths import is_url
 from ckptool.errors import DiskFull, Text, UsageError
-from ckptool.training.parallel import World, has_divided, is_divided, local, read_divided, with_local
+from ckptool.training.parallel import World, has_divided, is_divided, local, read_divided, tensors, with_local
 from ckptool.training.store import Retention, RunFolder
 
 Tree = dict[str, Any]
 Storage = torch.UntypedStorage
 _new_storage: Any = Storage  # torch gives its functions no types
+_NUMPY = ("float64", "int64", "bool", "bool_")
 _VALUES = (int, float, complex, str, bool, bytes, bytearray, type(None), torch.Size, torch.device, torch.dtype)
 
 
@@ -148,41 +149,61 @@ class Staging:
             ctypes.memmove(target.data_ptr(), storage.data_ptr(), size)  # 3 to 8 times as fast as torch's threads
             return target
 
-        result = _moved(tree, copy, moved)
+        result = _moved(tree, copy, moved, _shared(tree))
         self._memory = list(moved.values())
         return result
 
 
 def to_cpu(tree: Any, *, copied: bool = False) -> Any:
     """A tree with its tensors on the CPU, which share memory as before. copied: copies those already there, too."""
-    return Staging().copied(tree) if copied else _moved(tree, _new_storage.cpu, {})
+    return Staging().copied(tree) if copied else _moved(tree, _new_storage.cpu, {}, _shared(tree))
 
 
-def _moved(node: Any, move: Callable[[Storage], Storage], moved: dict[int, Any]) -> Any:
-    """A tree with moved storages, each once. Not a closure: that would refer to itself, and keep the copies alive."""
+def _shared(tree: Any) -> set[int]:
+    """The storages in which several tensors of a tree are."""
+    parts = (local(tensor.detach()) for tensor in tensors(tree))
+    counts = Counter(part.untyped_storage()._cdata for part in parts if _is_plain(part))
+    return {storage for storage, count in counts.items() if count > 1}
+
+
+def _is_plain(part: torch.Tensor) -> bool:
+    """True for a tensor whose storage is its whole value."""
+    is_strided = type(part) is torch.Tensor and part.layout is torch.strided and not part.is_quantized
+    return is_strided and not part.is_conj() and not part.is_neg()
+
+
+def _moved(node: Any, move: Callable[[Storage], Storage], moved: dict[int, Any], shared: set[int]) -> Any:
+    """A tree with moved storages, each once, and numpy's numbers as Python's. Not a closure: that would refer to
+    itself, and keep the copies alive."""
     if isinstance(node, torch.Tensor):
         part = local(node.detach())
-        is_plain = type(part) is torch.Tensor and part.layout is torch.strided and not part.is_quantized
-        if not is_plain or part.is_conj() or part.is_neg():
-            part = part.to("cpu", copy=True)  # its storage is not its whole value, or there is none
+        storage: Any = part.untyped_storage() if _is_plain(part) else None
+        is_rest = storage and part.is_contiguous() and part.nbytes < storage.nbytes() and storage._cdata not in shared
+        if storage is None or is_rest:  # what nobody sees of a storage, as of a mean's, may be anything
+            part = part.to("cpu", copy=True)
         else:
-            storage = part.untyped_storage()
             if (home := moved.get(storage._cdata)) is None:
                 home = moved[storage._cdata] = move(storage)
             if home is not storage:
                 layout = part.storage_offset(), part.shape, part.stride()
                 part = torch.empty(0, dtype=part.dtype).set_(home, *layout)
+        part.requires_grad_(node.requires_grad and node.is_leaf)  # as a value that gradients are computed for
         return with_local(node, part) if is_divided(node) else part
     if isinstance(node, dict):
         container: Any = type(node)() if type(node) is not dict else {}
         for key, item in node.items():
-            container[key] = _moved(item, move, moved)
+            container[_python(key)] = _moved(item, move, moved, shared)
         if hasattr(node, "_metadata"):
             container._metadata = node._metadata
         return container
-    if type(node) in (set, bytearray):  # their owner may change them while a thread writes
-        return node.copy()
-    return type(node)(_moved(item, move, moved) for item in node) if type(node) in (list, tuple) else node
+    if type(node) in (list, tuple, set):
+        return type(node)(_moved(item, move, moved, shared) for item in node)
+    return node.copy() if type(node) is bytearray else _python(node)  # its owner may change it while a thread writes
+
+
+def _python(value: Any) -> Any:
+    """A number of numpy that computes as Python's do (`float64`, not `float32`) as Python's; all else as it is."""
+    return value.item() if type(value).__module__ == "numpy" and type(value).__name__ in _NUMPY else value
 
 
 def plain_state(state: Tree) -> Tree:
@@ -201,14 +222,14 @@ def refuse_not_plain(value: Any, what: str) -> None:
 def not_saved(what: str) -> UsageError:
     """The error for what is not plain."""
     why = "Only plain values and tensors are saved, so that the file opens anywhere."
-    return UsageError(what, why, "Convert it: float(x), x.tolist(), list(x), dict(x)")
+    return UsageError(what, why, "Convert it: float(x), torch.as_tensor(x), list(x), dict(x)")
 
 
 def not_plain(value: Any) -> str:
     """The first class in a value that `torch.load(weights_only=True)` does not load; empty if there is none."""
     stack, seen = [value], set()
     while stack:
-        node = stack.pop()
+        node = _python(stack.pop())
         if isinstance(node, torch.Tensor) or (type(node) in _VALUES and node != b""):
             continue
         if type(node) not in (dict, OrderedDict, Counter, list, tuple, set):

@@ -14,8 +14,9 @@ import re
 import sys
 import sysconfig
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType, GeneratorType, MethodType
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from types import FrameType, FunctionType, GeneratorType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,13 +32,14 @@ from ckptool.training.state import Objects, Schedule
 if TYPE_CHECKING:
     from ckptool.training.run import Run
 
-VARIABLE = "variable"  # a kind like those of `moving`
+VARIABLE, WEIGHTS = "variable", "weights"  # kinds like those of `moving`
 _HOW = {  # what to write, by the kind of what changes; for attributes and buffers as for variables
     moving.GENERATOR: "give it: ckptool.Run(…, {short}={name})",
+    WEIGHTS: "if a later step needs them, give them: ckptool.Run(…, {short}={name})",
     moving.NOT_PERSISTENT: "write: register_buffer(…, persistent=True)",
     moving.MODULE_ATTRIBUTE: "make it a buffer, or give the module get_extra_state() and set_extra_state()",
     moving.ATTRIBUTE: "if a later step needs it, give {owner} state_dict() and load_state_dict(), and give it to Run: "
-    "ckptool.Run(…, data={owner})",
+    "ckptool.Run(…, {part}={owner})",
     VARIABLE: 'if a later step needs it, write run["{short}"] in place of {name}',
 }
 _HOW_IN_HARNESS = {kind: _HOW[kind] for kind in (moving.NOT_PERSISTENT, moving.MODULE_ATTRIBUTE)} | {
@@ -53,11 +55,14 @@ _MENTION = re.compile("(LOAD|STORE)_(?:FAST|NAME|GLOBAL|DEREF)(?!_AND_CLEAR)")
 class Looks:
     """What the last look saw. parameters: of each module and optimizer at the start.  saves: by this process.
     entries: what was reached, as in `moving`.  ids: of the objects in variables, and whether they are alive.
-    noted: the names already reported."""
+    noted: the names already reported.  was_inside: a look was inside an epoch, where other variables are in use.
+    again: the step at whose end to look once more, as what changes in place shows in the second look."""
 
     def __init__(self, objects: Objects) -> None:
         self.parameters = _parameters_of(objects)
         self.saves = 0
+        self.was_inside = False
+        self.again = -1
         self.entries: dict[str, str] = {}
         self.ids: dict[str, tuple[int, Callable[[], Any]]] = {}
         self.noted: set[str] = set()
@@ -74,35 +79,32 @@ class Looks:
             what = "groups of " if isinstance(self.parameters[name], int) else ""
             yield (
                 f"{printable(name)} has other {what}parameters than at ckptool.Run(…), and a resumed process cannot "
-                "load its state; give it all of them before, and set requires_grad or lr later"
+                "load its state; give it all of them before, and set requires_grad or lr later, or make another Run, "
+                "with another folder, where they change"
             )
         for optimizer in run._window.unsaved():
             yield (
                 f"an optimizer ({optimizer}) that was not given to ckptool.Run trains parameters of the given modules, "
-                "and its state is not saved; write: ckptool.Run(…, optimizer=optimizer), or hold its state in the "
-                "state_dict() of what is given"
+                "and its state is not saved; write: ckptool.Run(…, optimizer=optimizer), with another folder if it "
+                "replaces one that was given; or hold its state in the state_dict() of what is given"
             )
         if run._window.is_adding:
             yield "gradients are added to those of earlier steps, which no checkpoint has; call optimizer.zero_grad()"
+        is_inside = run.position.batch > 0
+        is_new = not self.saves or (is_inside and not self.was_inside)
         self.saves += 1
-        if self.saves & (self.saves - 1):
+        if not is_new and self.saves & (self.saves - 1) and run.step != self.again:
             return
+        self.was_inside |= is_inside
+        self.again = run.step + 1 if is_new else -1
         named = {**generators, **objects.named, **({"loader": loader} if loader is not None else {})}
-        unsaved = unsaved_objects(named.values(), Schedule if unscheduled else ())
-        new = {name: value for name, value in unsaved.items() if name not in self.noted}
-        self.noted |= new.keys()
-        if new and (first or self.saves > 1):  # a resumed process has been told
-            names = [printable(f"{name} ({type(value).__name__})") for name, value in new.items()]
-            yield (
-                f"seen in the script and not saved: {listed(names, 8)}. What training changes in them is lost: give "
-                "generators, and what has state_dict() and load_state_dict(), to Run by name; an iterator's data to "
-                "run.batches(loader); a file's lines to run.log, else they come twice"
-            )
+        held = _held(named.values())
+        unsaved = unsaved_objects(held, Schedule if unscheduled else ())
         groups = [group for each in objects.of(torch.optim.Optimizer).values() for group in each.param_groups]
         skipped: dict[int, Any] = {id(each): each for each in (run, *groups)}
         current, objects_met = moving.reachable(named, skipped)
         skipped |= {id(each): each for each in unsaved.values()}  # which were reported above
-        carried, plain, mutable = variables_left()
+        carried, plain, mutable = variables_left(self.ids)
         mutable = {name: value for name, value in mutable.items() if id(value) not in skipped}
         # A variable that equals a value of the run or a part of one is saved; others may be counters of the run.
         parts: list[Any] = [run.values]
@@ -111,14 +113,34 @@ class Looks:
         values = _texts(parts)
         counters = _texts([run.step, run.step - 1, *range(run.epoch - 1, run.epoch + 2), run.loss])
         modules = objects.modules.values()
-        addresses = {_memory_of(each) for module in modules for each in (*module.parameters(), *module.buffers())}
+        addresses = {_memory_of(each) for module in modules for each in _tensors_of(module)}
         entries, reached = moving.reachable({**mutable, **plain, **carried}, skipped)
         objects_met |= reached
+        met = {re.split(r"[\[#]", name)[0]: each for name, each in reached.items() if _has_own_state(each)}
+        inner = {name: each for name, each in met.items() if name not in unsaved and id(each) not in held}
+        new = {name: value for name, value in {**unsaved, **inner}.items() if name not in self.noted}
+        self.noted |= new.keys()
+        if new and (first or self.saves > 1):  # a resumed process has been told
+            names = [printable(f"{name} ({type(value).__name__})") for name, value in new.items()]
+            yield (
+                f"seen in the script and not saved: {listed(names, 8)}. What training changes in them is lost: give "
+                "generators, and what has state_dict() and load_state_dict(), to Run by name; an iterator's data to "
+                "run.batches(loader); a file's lines to run.log, else they come twice"
+            )
+        outer: tuple[str, ...] = ()
+        for name, module in reached.items():
+            if issubclass(type(module), nn.Module) and not name.startswith(outer):
+                outer += (f"{name}.",)
+                with suppress(Exception):  # lazy modules, and those on the device "meta", have no values
+                    tensors = [each for each in _tensors_of(module) if _memory_of(each) not in addresses]
+                    weights = " ".join(map(moving.tensor_digest, tensors))
+                    current[name] = f"{WEIGHTS}: {moving.digest(weights.encode())}"
         kinds: dict[str, list[str]] = {}
         for name, entry in entries.items():
             # A model's tensor under another name, as in a state dict of it, is saved with the model.
             is_models = isinstance(reached.get(name), torch.Tensor) and _memory_of(reached[name]) in addresses
             text, variable = entry.partition(": ")[2], re.split(r"[.\[#]", name)[0]
+            is_models |= moving.kind_of(entry) in (moving.BUFFER, moving.NOT_PERSISTENT)  # which its weights stand for
             if text in values or is_models or (text in counters and variable not in carried):
                 continue
             current.setdefault(name, f"{VARIABLE}: {text}")
@@ -158,7 +180,11 @@ class Looks:
             verbs = ("changes", "is") if len(names) == 1 else ("change", "are")
             owner, _, short = names[0].rpartition(".")
             advice = how[VARIABLE if kind == moving.ATTRIBUTE and not owner else kind]
-            advice = advice.format(name=names[0], owner=owner, short=short)
+            owners = [each.rpartition(".")[0] for each in names] if kind == VARIABLE else []
+            classes = (type, FunctionType)
+            if owned := [each for each in owners if each not in ("", "self") and type(met.get(each)) not in classes]:
+                owner, advice = owned[0], f"{advice}, or {how[moving.ATTRIBUTE].partition(', ')[2]}"
+            advice = advice.format(name=names[0], owner=owner, short=short, part=owner.replace(".", "_"))
             yield f"{listed(names, 8)} ({kind}) {verbs[0]} during training and {verbs[1]} not saved; {advice}"
 
 
@@ -175,25 +201,39 @@ def _script() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def unsaved_objects(named: Iterable[Any], left_out: tuple[type, ...] = ()) -> dict[str, Any]:
-    """The objects with a state in the variables of the script, by name, without those that `Run` was given (`named`).
+def _held(named: Iterable[Any]) -> set[int]:
+    """The identities of objects and of what they hold and save: modules, samplers, the schedules of a SequentialLR."""
+    ids = {id(value) for value in named}
+    for value in list(named):
+        inner: Iterable[Any] = (*parts_of(value).values(), *getattr(value, "__dict__", {}).values())
+        for part in value.modules() if isinstance(value, nn.Module) else inner:
+            ids |= {id(part), *(map(id, part) if isinstance(part, (list, tuple)) else ())}
+    return ids
+
+
+def unsaved_objects(held: set[int], left_out: tuple[type, ...] = ()) -> dict[str, Any]:
+    """The objects with a state in the variables of the script, by name, without those that `Run` was given (`held`).
 
     Modules, optimizers, schedules, scalers; what else has `state_dict` and `load_state_dict`; generators; iterators;
     files that are written; environments, which have `reset` and `step`. left_out: classes to leave out.
     """
-    ids = {id(value) for value in named}
-    for value in list(named):
-        ids |= {id(part) for part in value.modules()} if isinstance(value, nn.Module) else set()
-        ids |= set(map(id, parts_of(value).values()))
-    if (frame := next(_script(), None)) is None:
-        return {}
+    variables: dict[str, Any] = {}
+    for frame in _script():
+        variables = {**frame.f_globals, **frame.f_locals} | variables
     stateful = {
         name: value
-        for name, value in {**frame.f_globals, **frame.f_locals}.items()
+        for name, value in variables.items()
         if _has_state(name, value) and not issubclass(type(value), left_out)
     }
     inner = {name: unwrapped(value) if isinstance(value, nn.Module) else value for name, value in stateful.items()}
-    return {name: value for name, value in stateful.items() if not {id(value), id(inner[name])} & ids}
+    return {name: value for name, value in stateful.items() if not {id(value), id(inner[name])} & held}
+
+
+def _has_own_state(value: Any) -> bool:
+    """True for an optimizer that has stepped, a schedule, and what else has `state_dict` and is no module."""
+    kind = type(value)
+    methods = [callable(getattr(kind, method, None)) for method in ("state_dict", "load_state_dict")]
+    return all(methods) and not issubclass(kind, nn.Module) and bool(getattr(value, "state", True))
 
 
 def _has_state(name: str, value: Any) -> bool:
@@ -217,12 +257,12 @@ def _has_state(name: str, value: Any) -> bool:
     return is_generator(value) or all(methods[:2]) or all(methods[2:])
 
 
-def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def variables_left(noticed: Collection[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The variables that a step may leave to a later one, unlike those that the loop's body sets before it uses them.
 
     First those that the body uses before it sets them, or in which it leaves weights for what follows the loop, unless
     a text of the script names them, as in `run["best"]`; then other plain values; then those whose object may change
-    in place.
+    in place. noticed: names of those that are looked at again in the outer body that sets them.
     """
     carried: dict[str, Any] = {}
     plain: dict[str, Any] = {}
@@ -267,7 +307,7 @@ def variables_left() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
             is_global = is_module or name not in frame.f_locals
             if is_used or (is_global and name not in uses and is_fixed):
                 (carried if is_used and name not in frame.f_code.co_consts else plain)[name] = _detached(value)
-            elif not is_inner and not is_fixed:
+            elif (not is_inner or name in noticed) and not is_fixed:
                 mutable[name] = value
     return carried, plain, mutable
 
@@ -289,6 +329,11 @@ def _texts(values: list[Any]) -> set[str]:
     """The entries of these values and of their parts in a snapshot, without their kinds."""
     entries = moving.reachable({str(number): value for number, value in enumerate(values)})[0]
     return {entry.partition(": ")[2] for entry in entries.values()}
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of a module."""
+    return itertools.chain(module.parameters(), module.buffers())
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
@@ -315,5 +360,5 @@ def _detached(value: Any) -> Any:
 def _is_of_script(kind: type) -> bool:
     """True for plain classes, tensors, arrays, functions, and classes that are no library's; not for methods."""
     file = str(getattr(sys.modules.get(str(kind.__module__)), "__file__", ""))
-    is_plain = kind is torch.Tensor or kind.__name__ == "ndarray" or kind.__module__ == "collections"
+    is_plain = kind is torch.Tensor or kind.__module__ in ("numpy", "collections")
     return is_plain or (kind is not MethodType and not file.startswith(moving.OURS) and not _LIBRARY.match(file))

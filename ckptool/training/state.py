@@ -18,7 +18,7 @@ from ckptool.bridge.modules import unwrapped
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.training.batches import parts_of, saves
 from ckptool.training.optim import Average, load_optimizer
-from ckptool.training.parallel import has_divided, local, state_like
+from ckptool.training.parallel import has_divided, local, state_like, tensors
 from ckptool.training.rng import is_generator, same
 from ckptool.training.saving import not_plain, not_saved, plain_state, refuse_not_plain, state_digest, to_cpu
 
@@ -45,10 +45,14 @@ class Objects:
                 self.named[name] = unwrapped(value) if isinstance(value, nn.Module) else value
             else:
                 kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+                is_one = not isinstance(value, (list, tuple, dict))
+                give = (
+                    "Give it both methods" if is_one else f"Give each of them: ckptool.Run(…, {name}_1=…, {name}_2=…)"
+                )
                 raise UsageError(
                     f"{name} is a{'n' * (kind[0] in 'aeiou')} {kind}, which has no state_dict() and load_state_dict()",
                     "Its state could be neither saved nor restored.",
-                    f"Give it both methods; a plain value is saved by run[{name!r}] = value",
+                    f"{give}; a plain value is saved by run[{name!r}] = value",
                 )
 
     @property
@@ -210,7 +214,8 @@ class Objects:
                 raise UsageError(
                     f"{name} trains {counted(len(unowned), 'parameter')} of no module that was passed",
                     "They would not be saved.",
-                    "Give the module: ckptool.Run(…, model=model); or torch.nn.ParameterList([parameter])",
+                    "Give the module: ckptool.Run(…, model=model). For a tensor x of its own, train "
+                    "x = torch.nn.Parameter(x), and give x=torch.nn.ParameterList([x])",
                 )
 
     def buffers(self, name: str) -> dict[str, Any]:
@@ -369,10 +374,10 @@ class Window:
         if not any(self._others.values()):
             return []
         named, groups = self._objects.named.values(), [group for opt in self._optimizers for group in opt.param_groups]
-        saved = {id(t) for owner in named if not isinstance(owner, nn.Module) for t in _tensors(owner.state_dict())}
+        saved = {id(t) for owner in named if not isinstance(owner, nn.Module) for t in tensors(owner.state_dict())}
         classes = []
         for optimizer in [other for other, trains in self._others.items() if trains]:
-            state = [id(tensor) for tensor in _tensors(optimizer.state)]
+            state = [id(tensor) for tensor in tensors(optimizer.state)]
             is_inner = state or any(group is known for known in groups for group in optimizer.param_groups)
             if not (is_inner and saved.issuperset(state)):
                 classes.append(type(optimizer).__name__)
@@ -416,14 +421,6 @@ def _gradients(*optimizers: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
 def _has_values(gradient: torch.Tensor) -> bool:
     """True for a gradient that is not zero everywhere in this process."""
     return bool(local(gradient._values() if gradient.is_sparse else gradient).any())
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a state."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
-        yield from _tensors(part)
 
 
 def _tell(optimizer: Optimizer, index: int, window: weakref.ref[Window]) -> None:

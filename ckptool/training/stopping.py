@@ -88,14 +88,15 @@ def left_by_break(loop: tuple[int, CodeType | None, int]) -> bool | None:
     the loop ended before this generator did, since what wraps it ended (`zip`), or failed.
 
     Both close it in the same way. But after `break` the frame of the loop is at the instruction that takes the iterator
-    off the stack, and after an exception at the one that raised. loop: what `loop_frame` gave when the loop began.
+    off the stack, and after an exception at the one that raised, which may be that of another loop in the body. loop:
+    what `loop_frame` gave when the loop began.
     """
     frame = _loop_frame()
     if frame is None or loop[:2] != (id(frame), frame.f_code):
         return False
     code, offset = frame.f_code.co_code, frame.f_lasti
     instruction, previous = opcode.opname[code[offset]], opcode.opname[code[offset - 2]]
-    if instruction in ("FOR_ITER", "END_FOR") or previous == "END_FOR":
+    if (instruction == "FOR_ITER" and offset == loop[2]) or "END_FOR" in (instruction, previous):
         return None
     return instruction in ("POP_TOP", "POP_ITER", "SWAP")
 

@@ -27,6 +27,7 @@ from tests.support.part_files import (
     megatron_folder,
     pipeline_folder,
     random_weights,
+    safe_file,
     saved_below,
     saved_by_two_ranks,
     sharded_folder,
@@ -140,21 +141,24 @@ OF_TWO_RANKS = {
     "mmengine": "epoch_1.pth/rank{}.pth",
     "colossal": "pytorch_model-stage-0000{}-shard-00001.bin",
     "a loop": "epoch3_rank{}.pt",
+    "folders": "rank_{}/model.safetensors",
 }
 
 
 @pytest.mark.parametrize("program", OF_TWO_RANKS)
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_rank_is_known_by_the_file_of_another(program: str, damaged: bool, tmp_path: Path, run: Run) -> None:
+@pytest.mark.parametrize("damaged", [None, 30, 1_000_000])
+def test_a_rank_is_known_by_the_file_of_another(program: str, damaged: int | None, tmp_path: Path, run: Run) -> None:
     names = [tmp_path / OF_TWO_RANKS[program].format(rank + (program == "colossal")) for rank in range(2)]
     weights = [random_weights("a.weight") | {"a.bias": torch.zeros(3)} for _ in names]
     for path, share in zip(names, weights, strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(share, path) if path.suffix == ".safetensors" else torch.save(share, path)
     if damaged:
-        names[1].write_bytes(names[1].read_bytes()[:-30])
+        names[1].write_bytes(names[1].read_bytes()[:-damaged] or b"version https://git-lfs.github.com/spec/v1")
     part = ckptool.inspect(names[0]).part
-    assert part.count == 2 and (" is damaged" if damaged else "weights of its own") in part.meaning
+    if program == "folders":
+        assert ckptool.inspect(names[0].parent).part == part
+    assert part.count == 2 and (" cannot be read" if damaged else "weights of its own") in part.meaning
     refused = run("convert", str(names[0]), "-o", str(tmp_path / "out.pt"))
     assert refused.code == 2 and part.label in refused.err, refused
     assert run("convert", str(names[0]), "-o", str(tmp_path / "out.pt"), "--part").code == 0
@@ -218,6 +222,8 @@ def test_every_command_is_judged() -> None:
 def copies_of_ranks(folder: Path) -> Path:
     """Files of ranks that have one model, and running means, random states and shares of an optimizer of their own."""
     weights = random_weights("a.weight", "a.bias")
+    (folder / "rank_1").mkdir()  # of logs
+    folder = folder / "rank_0"
     for rank in range(2):
         model = weights | {"norm.running_mean": torch.full((3,), float(rank))}
         optimizer = {"state": {0: {"exp_avg": torch.randn(3, 4)}}, "param_groups": [{"params": [0]}]}
@@ -231,7 +237,7 @@ def lora_of_rank(folder: Path, rank: int) -> Path:
 
 
 HEALTHY: dict[str, Callable[[Path], Path]] = {
-    "one shard of one": lambda f: _file(f / "model-00001-of-00001.safetensors"),
+    "one shard of one": lambda f: safe_file(f / "model-00001-of-00001.safetensors"),
     "numbers in a name": lambda f: saved_below({"state_dict": random_weights("a.weight")}, f / "e-00003-of-00010.pt"),
     "a rank's copy": lambda f: saved_below(random_weights("a.weight", "a.bias"), f / "model_rank_0.pt"),
     "a copy beside others": copies_of_ranks,
@@ -243,13 +249,8 @@ HEALTHY: dict[str, Callable[[Path], Path]] = {
     "zero-2 weights": lambda f: write_zero(f, 2, 2) / "mp_rank_00_model_states.pt",
     "one consolidated": lambda f: saved_below(random_weights("a.weight"), f / "consolidated.00.pth"),
     "the folder of the shards": sharded_folder,
-    "another index beside": lambda f: _file(sharded_folder(f) / "merged.safetensors"),
+    "another index beside": lambda f: safe_file(sharded_folder(f) / "merged.safetensors"),
 }
-
-
-def _file(path: Path) -> Path:
-    save_file(random_weights("a.weight", "a.bias"), path, metadata={"format": "pt"})
-    return path
 
 
 @pytest.mark.parametrize("kind", HEALTHY)

@@ -17,6 +17,7 @@ import ckptool
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Truncated, Unsupported
 from ckptool.formats import read
 from ckptool.formats.unrecognized import OtherProgram
+from tests.support.cli import Run
 from tests.support.errors import unreadable
 from tests.support.files import torch_bytes, written
 from tests.support.looped import looped
@@ -120,3 +121,19 @@ def test_no_command_is_told_for_packed_bytes_without_a_name() -> None:
         with pytest.raises(Unsupported) as raised:
             ckptool.open(io.BytesIO(packed))
         assert str(raised.value.fix) == "Unpack it first." and ">" not in str(raised.value.why)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("checkpoint_metadata.json", "nanotron"), (".snapshot_metadata", "snapshot")]
+)
+def test_folders_of_other_programs_are_named(name: str, what: str, tmp_path: Path, run: Run) -> None:
+    (tmp_path / name).write_text("{}")
+    told = run("inspect", str(tmp_path))
+    assert told.code == 2 and "error[unsupported]" in told.err and what in told.err, told
+
+
+def test_the_only_file_in_a_folder_is_named(tmp_path: Path, run: Run) -> None:
+    torch.save({"model": {"a.weight": torch.ones(2)}}, tmp_path / "lit_model.pth")
+    assert f"inspect {tmp_path}/lit_model.pth" in run("inspect", str(tmp_path)).err
+    (tmp_path / "critic").mkdir()
+    assert f"scan {tmp_path}" in run("inspect", str(tmp_path)).err

@@ -61,6 +61,11 @@ def saved_below(value: Any, path: Path) -> Path:
     return path
 
 
+def safe_file(path: Path) -> Path:
+    save_file(random_weights("a.weight", "a.bias"), path, metadata={"format": "pt"})
+    return path
+
+
 def sharded_folder(folder: Path) -> Path:
     """A folder of three safetensors shards and their index, as the hub's savers write it."""
     return hub(folder, random_weights(*(f"layers.{n}.{part}" for n in (1, 2, 3) for part in ("weight", "bias"))))
@@ -117,6 +122,8 @@ MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda f: saved_below({"data": torch.ones(2)}, f / "model_weight_pp-rank-0-of-1_tp-rank-1-of-2.pt"),
         "one file of nanotron's"),
     "torchtune": (lambda f: saved_below(random_weights("a.weight"), f / "hf_model_0002_0.pt"), "shard 2 of 2"),
+    "torch_xla": (lambda f: saved_below(random_weights("a.weight"), f / "rank1-of-2-model.pth"), "rank 1 of 2"),
+    "deepseek": (lambda f: safe_file(f / "model0-mp2.safetensors"), "rank 0 of 2"),
     "shard in its folder": (lambda f: sharded_folder(f) / "model-00002-of-00003.safetensors", "shard 2 of 3"),
     "shard without an index": (lone_shard, "shard 3 of 3"),
     "ungathered": (ungathered, "weights without values"),

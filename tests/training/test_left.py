@@ -42,7 +42,13 @@ LEAVE = {
     "[].pop()": False,
     "del undefined": False,
     "raise SystemExit": False,
+    "for _ in failing(): pass": False,
 }
+
+
+def failing() -> Iterator[int]:
+    raise ValueError
+    yield 0
 
 
 def watched() -> tuple[list[bool | None], Callable[[], Iterator[int]]]:
@@ -75,7 +81,7 @@ def test_a_loop_that_is_left(leave: str) -> None:
         for place, inside in INSIDE.items():
             body = inside.format(leave=leave)
             text = loop.format(body=indent(body, "    "), body2=indent(body, "        "))
-            names = {"counted": counted, "around": around, "suppress": suppress}
+            names = {"counted": counted, "around": around, "suppress": suppress, "failing": failing}
             exec("def work():\n" + indent(text, "    "), names)
             with suppress(ValueError, IndexError, NameError, SystemExit):
                 names["work"]()

@@ -9,6 +9,7 @@ import random
 import re
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def of_no_module() -> dict[str, Any]:
 
 MEANINGLESS: dict[str, dict[str, Any]] = {
     "vocabulary is a dict, which has no state_dict": {"vocabulary": {}},
+    r"optimizers is a list(?s:.*)Give each of them: ckptool\.Run\(…, optimizers_1=…": {"optimizers": [of_no_module()]},
     "keep_lst is an int, which has no state_dict": {"keep_lst": 2},
     "optimizer trains 1 parameter of no module that was passed": of_no_module(),
     "verify is 'sha256'": {"verify": "sha256"},
@@ -107,7 +109,7 @@ def test_what_is_not_what_was_saved_is_refused_by_name(tmp_path: Path) -> None:
             Run(tmp_path, **own)
 
 
-@pytest.mark.parametrize("value", [numpy.float64(1), numpy.ones(2), deque([1]), {"a": b""}, frozenset([1])])
+@pytest.mark.parametrize("value", [numpy.float32(1), numpy.ones(2), deque([1]), {"a": b""}, frozenset([1])])
 def test_a_state_that_could_not_be_read_again_is_refused_before_it_is_written(tmp_path: Path, value: Any) -> None:
     run = Run(tmp_path, say=str, model=nn.Linear(2, 1), early=Holder(value))
     with pytest.raises(UsageError, match="the state of early holds"):
@@ -120,6 +122,49 @@ def test_a_state_that_could_not_be_read_again_is_refused_before_it_is_written(tm
     with pytest.raises(UsageError, match=r"run\['found'\] holds"):
         run.save()
     assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_numbers_of_numpy_that_compute_as_those_of_python_are_saved_as_those(tmp_path: Path) -> None:
+    """A rate from `numpy.linspace`, a mean of losses, a count."""
+    ends = []
+    for kill in (None, 2, None):
+        folder = tmp_path / str(len(ends) == 0)
+        seeded()
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - numpy.float64(step) / 7)
+        with suppress(Killed), Run(folder, say=str, model=model, optimizer=optimizer, schedule=schedule) as run:
+            run["best"] = run.get("best", numpy.inf)
+            for step in run.steps(4):
+                (model.weight.sum() ** 2).backward()
+                optimizer.step()
+                schedule.step()
+                run["best"] = numpy.mean([run["best"], model.weight.item()])
+                run["seen"] = {numpy.int64(step): {numpy.bool_(True), step}}
+                optimizer.zero_grad()
+                run.save()
+                if step == kill:
+                    raise Killed
+        ends.append(bytes_at(folder, 4) if kill is None else b"")
+    assert ends[0] == ends[2]
+    values = end(tmp_path / "True", 4)["values"]
+    assert {type(each) for each in (values["best"], *values["seen"], *values["seen"][4])} <= {float, int, bool}
+
+
+def test_of_a_value_that_lies_in_a_larger_storage_its_part_alone_is_saved(tmp_path: Path) -> None:
+    """As a mean of torch's does: the rest is whatever memory held. Values that share a storage go on sharing it."""
+    for background in (False, True):
+        with Run(tmp_path / str(background), say=str, model=nn.Linear(2, 1), save_async=background) as run:
+            rows = torch.rand(4, 3)
+            run["loss"] = nn.functional.mse_loss(torch.rand(8, 1), torch.rand(8, 1))
+            run["rows"], run["row"], run["learns"] = rows, rows[1], torch.ones(2, requires_grad=True)
+            run.save()
+        saved = end(tmp_path / str(background), 0)["values"]
+        assert saved["loss"].untyped_storage().nbytes() == 4
+        assert saved["row"].data_ptr() == saved["rows"][1].data_ptr()
+        assert saved["loss"] == run["loss"]
+        with Run(tmp_path / str(background), say=str, model=nn.Linear(2, 1)) as run:
+            assert run["learns"].requires_grad and not run["rows"].requires_grad
 
 
 WRONG: dict[str, Callable[[Run], Any]] = {
@@ -136,7 +181,6 @@ WRONG: dict[str, Callable[[Run], Any]] = {
     r"run\.log was given dict as the step": lambda run: run.log({"loss": 1.0}),  # type: ignore[arg-type]
     "loss is str, which is not a number": lambda run: run.log(loss="x"),
     r"run\.save has no option evry\n(?s:.*)Did you mean every\?": lambda run: run.save(evry=True),
-    r"run\.save\(every=500": lambda run: run.due(every=3),
 }
 
 
@@ -192,6 +236,27 @@ def test_epochs_end_where_they_end_and_a_finished_run_trains_no_more(tmp_path: P
             seen.append((step, run.epoch, int(batch[0, 0])))
         assert (seen, run.step) == (expected, 8)
     assert said[-1] == "finished: 2 epochs of 2 are done; to train on, ask for more"
+
+
+class Stateless(DataLoader[Any]):
+    """A loader with the methods for a state, and none, as accelerate's are."""
+
+    use_stateful_dataloader = False
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AttributeError("dl_state_dict")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AttributeError("dl_state_dict")
+
+
+def test_a_loader_that_has_no_state_in_spite_of_its_methods_is_read_again(tmp_path: Path) -> None:
+    def script(folder: Path, kill: int | None) -> None:
+        trained(folder, 9, kill, Stateless(Noisy(), batch_size=4, shuffle=True))
+
+    for folder, kill in (("whole", None), ("killed", 5), ("killed", None)):
+        script(tmp_path / folder, kill)
+    assert bytes_at(tmp_path / "whole", 9) == bytes_at(tmp_path / "killed", 9)
 
 
 def test_a_sampler_is_told_each_epoch_once_wherever_it_is_in_the_loader(tmp_path: Path) -> None:

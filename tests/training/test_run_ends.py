@@ -325,23 +325,24 @@ def test_an_option_that_is_set_before_the_loop_is_in_use_or_named(tmp_path: Path
 
 def test_the_first_save_says_what_is_in_it_and_what_was_seen_and_is_not(tmp_path: Path) -> None:
     seeded()
-    own, said = parts(), list[str]()
+    own, _said = parts(), list[str]()
     env, ema = Environment(), torch.optim.swa_utils.AveragedModel(own["model"])
     noise, loss = torch.Generator(), nn.MSELoss()
     wrapped, kind, lazy = nn.DataParallel(own["model"]), nn.Linear, Lazy()  # none has a state of its own
     loader = DataLoader(torch.rand(8, 4), batch_size=4, shuffle=True)
-    run = Run(tmp_path, say=said.append, **own)
+    run = Run(tmp_path, say=_said.append, **own)
     run["best"] = 0.5
     for _, batch in run.batches(loader, steps=2):
         train(batch, **own)
         run.save()
-    assert said[0] == (
+    assert _said[0] == (
         "the checkpoint of step 1 holds model, optimizer, scheduler, run['best'], the place in the data, the random "
         "states of python, torch"
     )
-    seen = said[1].removeprefix("seen in the script and not saved: ").partition(". What")[0]
+    seen = _said[1].removeprefix("seen in the script and not saved: ").partition(". What")[0]
     assert sorted(seen.split(", ")) == ["ema (AveragedModel)", "env (Environment)", "noise (Generator)"]
-    assert loss and wrapped and kind and lazy and env and noise and ema and len(said) == 2
+    assert len(_said) == 2, _said
+    assert loss and wrapped and kind and lazy and env and noise and ema
     again = list[str]()
     with Run(tmp_path, say=again.append, **parts()) as run:
         run.save()

@@ -234,7 +234,8 @@ class CommandRuns:
         """Compares the end with that of the unbroken run, and finds the cause of a difference."""
         proof, ended, words, causes = self.proof, lives[-1].code == 0, [], list[Cause]()
         differing = self.differences("reference", "run") if ended else {}
-        if ended and differing and len(lives) > 1 and self.length and not lives[-1].steps:
+        is_short = any(life.reached < self.length for life in lives[-2:-1])  # else the last kill came at the end
+        if ended and differing and is_short and not lives[-1].steps:
             proof.findings.append("started again after a kill, it ended with exit code 0 without further training")
         if ended and not differing and (causes := self.reference.unsaved_averages(lives[-1])):
             proof.findings += [f"{text}, and no checkpoint has them" for text in sentences(causes)]
@@ -254,22 +255,27 @@ class CommandRuns:
             if life.start is None:
                 step = next((earlier.start or 0 for earlier in reversed(lives[:number])), 0) + 1
                 return Divergence(step, [Cause([NOT_RESTORED], [])])
-            if divergence := self.reference.divergence(life):
+            if divergence := self.reference.divergence(life, ended=life.reached > self.length):
                 return divergence
         return self.reference.divergence(lives[-1], ended=True) if lives and ended else None
 
     def confirm(self, causes: list[Cause], folder: str, values: str) -> None:
-        """Repeats the restart with the first cause put back, then with the next, too, until the end is right."""
-        for count in range(1, min(len(causes), TRIES) + 1):
-            candidates = causes[:count]
-            self.say(f"put back: {candidates[-1].sentences[0]}")
+        """Repeats the restart with the first cause put back, then with the next, too, until the end is right. If the
+        last of them is enough, it alone is the cause. With nothing put back the end has to be wrong."""
+
+        def ends_right(candidates: list[Cause]) -> bool:
+            self.say(f"put back: {sentences(candidates[-1:])[0] if candidates else 'nothing'}")
             shutil.copytree(folder, self.run, symlinks=True)
             life = self.live(put=[":".join(key) for cause in candidates for key in cause.keys], values=values)
             wrong = life.code or self.differences("reference", "run") or self.reference.unsaved_averages(life)
             shutil.rmtree(self.run)
-            if not wrong:
-                self.proof.causes = self.proof.confirmed = sentences(candidates)
-                break
+            return not wrong
+
+        counts = range(1, min(len(causes), TRIES) + 1)
+        if (enough := next((count for count in counts if ends_right(causes[:count])), 0)) and not ends_right([]):
+            last = causes[enough - 1 : enough]
+            cause = last if enough > 1 and ends_right(last) else causes[:enough]
+            self.proof.causes = self.proof.confirmed = sentences(cause)
 
     # A process ------------------------------------------------------------------------------------------------------
 

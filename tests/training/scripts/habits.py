@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 random.seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-start, noise, memory = 0, 1.0, []
+start, noise, memory, left = 0, 1.0, [], 32
 if os.path.exists(path):
     saved = torch.load(path, weights_only=False)
     model.load_state_dict(saved["model"])
@@ -25,10 +25,14 @@ if os.path.exists(path):
     start = saved["step"]
     noise = noise if fault == "number" else saved["noise"]
     memory = memory if fault == "memory" else saved["memory"]
+    left = left if fault == "stop" else saved["left"]
     torch.set_rng_state(saved["torch"])
     random.setstate(saved["python"])
 model.train()
-for step in range(start, 32):
+for step in range(start, 99):
+    if not left:
+        break
+    left -= 1
     if fault == "frozen" and step == 14:
         model[0].requires_grad_(False)
     memory.append(torch.randn(4) * noise)
@@ -43,6 +47,7 @@ for step in range(start, 32):
         model(batch).sum()
         model.train(fault != "mode")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1, "noise": noise}
+        state["left"] = left
         state |= {"memory": memory, "torch": torch.get_rng_state(), "python": random.getstate()}
         torch.save(state, path + ".tmp")
         os.replace(path + ".tmp", path)
