@@ -457,3 +457,16 @@ def test_a_line_that_a_kill_cut_off_does_not_count(tmp_path: Path) -> None:
     found = Life(str(tmp_path))
     found.read(REFERENCE)
     assert [each.found for each in found.steps] == [{"a": "x: 1", "c": "x: 3"}, {"a": "x: 1", "b": "x: 2"}]
+
+
+@pytest.mark.parametrize(("second", "start"), [(1, 0), (7, None)])
+def test_a_process_with_the_first_weights_of_one_optimizer_and_later_ones_of_another(
+    tmp_path: Path, second: int, start: int | None
+) -> None:
+    """It did not begin again: some of its weights were not restored."""
+    steps = [replace(step(number), optimizer=f"opt{number % 2}") for number in range(10)]
+    lines = [json.dumps(asdict(steps[number]) | {"gone": []}) + "\n" for number in (0, second)]
+    (tmp_path / "0-9.jsonl").write_text("".join(lines))
+    found = Life(str(tmp_path))
+    found.read(Reference(steps, steps))
+    assert found.start == start

@@ -44,6 +44,7 @@ _WORDS = {
 }
 _WINDOW = "gradients: those of step {step} lack the batches before the save, which was inside gradient accumulation"
 MOST = 3  # sentences on one cause
+FIRST = 8  # steps of a process that tell where it began: each optimizer has its own weights
 _AVERAGES = ("ema", "average", "avg", "swa", "shadow")
 NOT_RESTORED = (
     "the weights it resumed from match no step: a torn file, not all were restored, or the unbroken run had ended there"
@@ -131,8 +132,11 @@ class Life:
             base = {key: entry for key, entry in before.items() if key not in gone} if gone or changed else before
             values["found"] = base | changed if changed else base
             self.steps.append(TracedStep(**values))
+            place = reference.place_of(self.steps[-1]) if len(self.steps) <= FIRST else None
             if len(self.steps) == 1:
-                self.start = reference.place_of(self.steps[0])
+                self.start = place
+            elif self.start == 0 and place is not None and place >= len(self.steps):
+                self.start = None  # the weights of one optimizer are those of the beginning, another's are later ones
 
 
 class Reference:
