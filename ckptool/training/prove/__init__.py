@@ -220,7 +220,8 @@ class CommandRuns:
             kills[-1] = replace(kills[-1], resumed=life.start)
             after = f"{_killed(kills[-1])}, "
             before = max((earlier.start or 0 for earlier in lives[:-1]), default=0)
-            if life.start == 0 and intact and self.saves:
+            is_placed = all(earlier.start is not None for earlier in lives)  # else it goes on from other weights
+            if life.start == 0 and intact and self.saves and is_placed:
                 findings.append(f"{after}it began again at step 0, although {printable(intact[-1])} was whole")
             elif life.start is not None and life.start < before:
                 findings.append(f"{after}it went back to step {life.start}, from before step {before}")
