@@ -132,7 +132,7 @@ class ScannedFile:
             detail = ", ".join((*([self.part.label] if self.part else members), *self.holds, *self.notes))
         else:  # without its name, which stands at the beginning of the row
             path = printable(self.path)
-            detail = self.problem[len(path) :].lstrip(": ") if self.problem.startswith(path) else self.problem
+            detail = self.problem[len(path) :].lstrip(f": {os.sep}") if self.problem.startswith(path) else self.problem
         progress = ("" if number is None else f"{number:,}" for number in (self.step, self.epoch))
         since = age(time.time() - self.modified) if self.modified else ""
         cells = (name, self.state, *progress, size(self.bytes), since, detail)
