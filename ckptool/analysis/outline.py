@@ -343,7 +343,8 @@ def memory_needs(listing: Listing) -> MemoryNeeds:
                     continue
                 views.add(tensor.view)
             if not isinstance(tensor, TensorEntry):
-                is_known = False  # its parts may be anything: codes, indices
+                is_buffer = module is not None and tensor.kind == "with attributes"
+                is_known = is_known and is_buffer  # the parts of others may be anything: codes, indices
                 storages[id(tensor)] = nbytes
                 for piece in tensor.parts():
                     dtypes[piece.dtype] += piece.nbytes if isinstance(piece, TensorEntry) else piece.storage.nbytes

@@ -51,10 +51,8 @@ OTHERS = (".bin", ".model")  # tokenizers and weights of other programs, too
 _BESIDE = frozenset({"training_args.bin"})
 
 # Where training scripts keep how far they have come: the keys, the most exact first, then what stands in file names.
-_STEPS = (
-    "global_step global_steps step steps iteration iterations iter iter_num num_updates trainer_step training_step "
-    "n_total_iter number_training_updates global_timestep it".split()
-)
+_STEPS = """global_step global_steps step steps iteration iterations iter iter_num num_updates trainer_step
+    training_step n_total_iter number_training_updates global_timestep it""".split()
 _EPOCHS = "epoch epochs current_epoch global_epoch start_epoch epoch_num epochs_trained iepoch".split()
 _SETTINGS = re.compile(r"(?:.*_)?(?:args|arguments|config|cfg|conf|(?:h|hyper_?)?param(?:eter)?s|opts?|options)")
 _STEP_IN_NAME = re.compile(  # a word and a number, or nothing but a number
@@ -134,7 +132,7 @@ class ScannedFile:
             detail = ", ".join((*([self.part.label] if self.part else members), *self.holds, *self.notes))
         else:  # without its name, which stands at the beginning of the row
             path = printable(self.path)
-            detail = self.problem[len(path) :].lstrip(": ") if self.problem.startswith(path) else self.problem
+            detail = self.problem[len(path) :].lstrip(f": {os.sep}") if self.problem.startswith(path) else self.problem
         progress = ("" if number is None else f"{number:,}" for number in (self.step, self.epoch))
         since = age(time.time() - self.modified) if self.modified else ""
         cells = (name, self.state, *progress, size(self.bytes), since, detail)
@@ -155,7 +153,7 @@ class ScannedFile:
             needs = ", which pickle imports and creates on loading; ckptool runs none of it"
             yield *head, yellow("it needs classes of its own"), needs
         else:
-            what = f"loading it {'' if is_program else 'with pickle '}would call unknown code"
+            what = f"loading it {'' if is_program else 'with pickle '}would run unknown code"
             yield *head, red(what), "; ckptool runs none of it"
         rows = []
         for call in self.calls:

@@ -95,19 +95,20 @@ class Builder:
 
         places = places_in(self.checkpoint.tree, {id(node) for node, _ in self.unknown})
         names = [f"{name}{' at ' + places[id(node)] if id(node) in places else ''}" for node, name in self.unknown]
-        source, base, tree, advice = self.checkpoint.source, self.checkpoint.base, self.checkpoint.tree, ""
-        part = input_of(source, address(base))
+        source, base, advice = self.checkpoint.source, self.checkpoint.base, ""
         if source:
             from ckptool.conventions.state_dicts import find_state_dicts
 
             bad = {place.partition("/")[0] for place in places.values()}
-            parts = tree.items() if isinstance(tree, dict) else ()
-            tops = [key for key, value in parts if isinstance(value, dict) and value]
-            if good := [address((*base, key)) for key in tops if address((key,)) not in bad]:
+            roots = find_state_dicts(self.checkpoint)
+            roots = [root for root in roots if root.is_model] or roots
+            parts = [root for root in roots if root.path and root.module is None and isinstance(root.node, dict)]
+            if good := [part.address for part in parts if part.node and address(part.path[:1]) not in bad]:
                 advice = f"Load a part without them: ckptool.load({input_of(source, good[0])!r}). "
-            elif any(root.module is not None for root in find_state_dicts(self.checkpoint)):
-                advice = f"Take its weights: {command('convert', part, out=OUT_SAFETENSORS)}. "
-        what = f"{part if source else 'the checkpoint'} holds {listed(names)}"
+            elif roots[0].is_model:
+                take = command("convert", input_of(source, roots[0].address), out=OUT_SAFETENSORS)
+                advice = f"Take its weights: {take}. "
+        what = f"{input_of(source, address(base)) if source else 'the checkpoint'} holds {listed(names)}"
         why = "Loading these would run code that the file names; ckptool does not."
         return UnsafeObject(what, why, f"{advice}See what is in it: {command('inspect', input_of(source))}")
 

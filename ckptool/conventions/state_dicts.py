@@ -317,9 +317,7 @@ def _is_weights(path: Path, node: dict[Any, Any]) -> bool:
     members = {key: value for key, value in node.items() if not key.endswith(EXTRA_STATE) and key not in flat}
     entries = {key: value for key, value in members.items() if type(value) in _TENSORS}
     dotted = any("." in key for key in entries)
-    if not entries or (2 * len(entries) < len(members) and not dotted):
-        return False
-    if _is_other(path):
+    if not entries or (2 * len(entries) < len(members) and not dotted) or _is_other(path):
         return False
     others = members.items() if kinds - _TENSORS else ()
     containers = [(key, value) for key, value in others if isinstance(value, (dict, list, tuple))]

@@ -416,7 +416,13 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool | None = None) -> None:
         raise _of_members(checkpoint, partial, take)
     what = f"{checkpoint.source or 'the checkpoint'} is only a part of a checkpoint: {partial.label}"
     way = f"See the whole: {command('inspect', partial.whole)}; or {take}" if partial.whole else f"T{take[1:]}"
+    way = f"Say how all are joined: {_joining(partial)}; or {take}" if partial.join else way
     raise OnlyAPart(what, partial.sentence(), way)
+
+
+def _joining(part: PartOf) -> str:
+    how = part.join if isinstance(part.join, Command) else Command(part.join)
+    return f"{how} (docs/formats.md has rules to start from)"
 
 
 def _of_members(checkpoint: Checkpoint, part: PartOf, otherwise: str | Command) -> OnlyAPart:
@@ -429,8 +435,7 @@ def _of_members(checkpoint: Checkpoint, part: PartOf, otherwise: str | Command) 
         member = os.path.join(part.whole, relative.partition(os.sep)[0])
     fix = f"Name one of its files: {quoted(member)}; or {otherwise}"
     if part.join:
-        how = part.join if isinstance(part.join, Command) else Command(part.join)
-        fix = f"Say how: {how} (docs/formats.md has rules to start from); or n{fix[1:]}"
+        fix = f"Say how: {_joining(part)}; or n{fix[1:]}"
     return OnlyAPart(f"{part.whole} is a folder, of which {part.label} are there and whole", part.sentence(), fix)
 
 

@@ -110,7 +110,9 @@ def layout_of(folder: Folder) -> MemberFiles | None:
     """The members of a folder that no other format reads; None where it has none."""
     # Megatron's legacy layout: a folder for each rank.
     folders = [name for name in folder.names if MODEL_PARALLEL.fullmatch(name) and _is_folder(folder, name)]
-    ranks = {name: [n for n in without_copies(_names_in(folder, name)) if n.endswith(".pt")] for name in folders}
+    ranks = {
+        name: [n for n in without_copies(_names_in(folder, name)) if n.endswith((".pt", ".ckpt"))] for name in folders
+    }
     files = tuple(f"{rank}/{name}" for rank, content in ranks.items() for name in content)
     if files:
         missing = [*missing_names(ranks, MODEL_PARALLEL), *(rank for rank, content in ranks.items() if not content)]

@@ -19,19 +19,22 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptool.checkpoint import Checkpoint, PartKind, PartOf, TensorEntry
-from ckptool.checkpoint.files import Input, open_input
+from ckptool.checkpoint.files import Folder, Input, open_input
 from ckptool.checkpoint.paths import absolute
+from ckptool.commands import OUT_SAFETENSORS, RULES, command
 from ckptool.errors import CkptoolError, FileProblem, NoCheckpointInside, counted, printable
-from ckptool.formats.folder import names_in, without_copies
+from ckptool.facts import replace
+from ckptool.formats.folder import complete, names_in
 
 LEVELS = 3  # of a path in which a rank may be named
 SAMPLE = 1 << 16  # bytes at each end of a tensor without a checksum that are compared
 
 _MARKS = "rank", "tp", "pp", "mp", "sdp", "shard", "part", ".pt_"
-_NUMBER = r"[-_]?(?:rank[-_]?)?|\.pt_)(\d{1,8}(?:_\d{1,4})*)(?![0-9a-z])"
-_OF_RANKS = rf"(?i)(?:(?<![a-z])(?:rank|tp|pp|mp|sdp|shard|model_?part){_NUMBER}"
+_NUMBER = r"[-_]?(?:rank[-_]?)?|\.pt_)(\d{1,8}(?:_\d{1,4})*)(?![0-9a-z]|\.[0-9])"
+_RANK = r"rank|tp|pp|sdp|shard|model_?part|mp(?!\d+\.s)|model(?=\d+-mp)"
+_OF_RANKS = rf"(?i)(?:(?<![a-z])(?:{_RANK}){_NUMBER}"
 # Beside one of these, the names of other ranks may differ in others, too.
-_NUMBERS = rf"(?i)(?:(?<![a-z])(?:rank|[tpcdmw]p|[sw]dp|zo|shard|part|model_?part|stage(?=-\d{{5}}-)){_NUMBER}"
+_NUMBERS = rf"(?i)(?:(?<![a-z])(?:{_RANK}|[cdw]p|wdp|zo|part|stage(?=-\d{{5}}-)){_NUMBER}"
 _OF_WORLD = r"(?:.*[-_.])?rank-?(\d{1,8})-of-(\d{1,8})(?!\d).*|model(\d{1,6})-mp(\d{1,6})\.safetensors"
 
 
@@ -55,9 +58,28 @@ def one_of_ranks(checkpoint: Checkpoint, read: Callable[[Input], Checkpoint]) ->
             telling = [own for own, column in zip(ranks[name], columns, strict=True) if len(column) == len(ranks)]
             number = int(telling[0]) if telling else None
             label = f"one of {counted(len(ranks), 'file')}" if number is None else f"rank {number:,} of {len(ranks):,}"
-            return PartOf(PartKind.RANK, label, what.format(printable(other)), number, len(ranks))
+            part = PartOf(PartKind.RANK, label, what.format(printable(other)), number, len(ranks))
+            if below or name not in ranks_in(Folder(above)):
+                return part
+            return replace(part, join=command("convert", above, rules_file=RULES, out=OUT_SAFETENSORS))
         below.insert(0, name)
     return None
+
+
+def ranks_in(folder: Folder) -> dict[str, tuple[int, int]]:
+    """The first files in a folder that are named alike but for their ranks, each with that in tensor and in pipeline
+    parallelism; none where the names number anything else, too. Raises `Corrupt` where they say that some are missing.
+    """
+    first = next((name for name in folder.names if re.search(_OF_RANKS, name)), "")
+    ranks = _named_alike(folder.path, first) if first else {}
+    marks = [match[0].lower().startswith("pp") for match in re.finditer(_NUMBERS, first)]
+    columns = zip(*ranks.values(), strict=True)
+    axes = {is_stage: column for is_stage, column in zip(marks, columns, strict=False) if len({*column}) > 1}
+    tensor, stage = (map(int, axes.get(is_stage, ("0",) * len(ranks))) for is_stage in (False, True))
+    places = dict(zip(ranks, zip(tensor, stage, strict=True), strict=True))
+    if world := re.fullmatch(_OF_WORLD, first):
+        complete(folder, {rank for rank, _ in places.values()}, int(world[2] or world[4]), first)
+    return places if len({*places.values()}) == len(ranks) > 1 else {}
 
 
 def _named_alike(folder: str, name: str) -> dict[str, tuple[str, ...]]:
@@ -67,7 +89,7 @@ def _named_alike(folder: str, name: str) -> dict[str, tuple[str, ...]]:
     edges = [0, *(edge for place in places for edge in place), len(name)]
     words = (re.escape(name[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True))
     pattern = re.compile(r"(\d+)(?:_\d+)*".join(words))
-    matches = [match for match in map(pattern.fullmatch, without_copies(names_in(folder))) if match]
+    matches = [match for match in map(pattern.fullmatch, names_in(folder)) if match]
     least = [min(map(int, column)) for column in zip(*(match.groups() for match in matches), strict=True)]
     return {match[0]: match.groups() for match in matches} if max(least, default=2) <= ("shard" in name) else {}
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import Checkpoint, Composite, Note
 from ckptool.checkpoint.nodes import MISSING, Global, Object, OrderedDict, Set
 from ckptool.checkpoint.paths import literal
-from ckptool.checkpoint.tree import address, find, matching, module_state_dict, tensors
+from ckptool.checkpoint.tree import Path, address, module_state_dict, tensors
 from ckptool.commands import OUT, OUT_SAFETENSORS, arg, command, input_of
 from ckptool.errors import UnsafeObject, listed
 from ckptool.pickles.known import NOWHERE, Kind, is_own, kind_of
@@ -31,7 +32,6 @@ class NameUse(NamedTuple):
     """A name that is not inert where it is.
 
     how: `called` (a call, or a class with arguments), `made` (an object), `named` (by itself).
-
     trail: the nearest place that has an address.
     """
 
@@ -214,55 +214,52 @@ def refuse_unknown(
     as_it_is: the file is copied, so what loading makes and throws away is kept too.
     original: the checkpoint as it was opened; its addresses are named where it has such calls.
     """
-    unknown: dict[str, str] = {}
+    unknown, paths = dict[str, str](), dict[Path, None]()
     count = 0
     for use, place in uses_of(checkpoint):
         if place == PROGRAM and not as_it_is:
             continue  # no writer writes programs
         if use.verdict == UNKNOWN and (not keep_unknown or (place == DISCARDED and not as_it_is)):
             count += 1
+            paths[() if place in (DISCARDED, PROGRAM) else use.path] = None
             if len(unknown) < _NAMED_UNKNOWN:
                 unknown.setdefault(f"{_VERBS[use.how]} {use.name}", place)
     if not count:
         return custom_notes(checkpoint)
     if original is not None:
         refuse_unknown(original, keep_unknown)
-    source, tree = checkpoint.source or "the checkpoint", checkpoint.tree
+    source = checkpoint.source or "the checkpoint"
     names = [f"{what} at {place or 'the top'}" for what, place in unknown.items()]
     if count > len(names):
         names.append(f"{count - len(names):,} more")
     fix = f"Pass it on as is: {arg(keep_unknown=True)}"
-    entries = {entry: find(tree, entry)[1] for entry in (_entry_prefix(tree, place) for place in unknown.values())}
-    models = [entry for entry, node in entries.items() if module_state_dict(node)]
-    in_use = [entry for entry, node in entries.items() if not entry or next(tensors(node), None)]
+    entries = dict(_entry(checkpoint.tree, path) for path in islice(paths, MANY))
+    models = [address(path) for path, node in entries.items() if module_state_dict(node)]
     take = command("convert", input_of(checkpoint.source, *models[:1]), out=OUT_SAFETENSORS)
     if DISCARDED in unknown.values() and not as_it_is:
         fix = f"Objects that loading creates and discards cannot be kept. Write only the weights: {take}"
     elif models and checkpoint.source is not None:
         fix = f"Write only the weights: {take}. {fix}"
-    elif checkpoint.source is not None and not in_use:  # all of it is in dictionary entries without tensors
-        drop = command("edit", input_of(checkpoint.source), drop=[*map(literal, entries)], out=OUT)
-        fix = f"Drop it: {drop}. {fix}"
+    elif checkpoint.source is not None and len(paths) < MANY:
+        patterns = [literal(address(path)) for path, node in entries.items() if path and not next(tensors(node), ())]
+        if len(patterns) == len(entries):  # all of it is in dictionary entries, and without tensors
+            fix = f"Drop it: {command('edit', input_of(checkpoint.source), drop=patterns, out=OUT)}. {fix}"
     why = "Loading the file runs this; ckptool does not, nor does it pass it on unless told to. Nothing was written."
     raise UnsafeObject(f"{source} {listed(names)}", why, fix)
 
 
 _VERBS = {CALLED: "calls", MADE: "makes", NAMED: "refers to"}
+_NAMED_UNKNOWN, MANY = 6, 50  # names in an error; places that it looks at
 
 
-_NAMED_UNKNOWN = 6
-
-
-def _entry_prefix(tree: Any, place: str) -> str:
-    """The longest prefix of an address that leads through dictionary entries only."""
-    entry, node = "", tree
-    for part in place.split("/") if place else ():
+def _entry(node: Any, path: Path) -> tuple[Path, Any]:
+    """How far a path leads through dictionary entries only, and what is there."""
+    for length, key in enumerate(path):
         mapping = node.items if isinstance(node, Object) else node
-        match = matching(mapping.items(), part) if isinstance(mapping, dict) else []
-        if len(match) != 1:
-            break
-        entry, node = f"{entry}/{part}" if entry else part, match[0][1]
-    return entry
+        if not isinstance(mapping, dict) or key not in mapping:
+            return path[:length], node
+        node = mapping[key]
+    return path, node
 
 
 def custom_notes(checkpoint: Checkpoint) -> tuple[Note, ...]:

@@ -79,11 +79,13 @@ def has_state(loader: Any) -> bool:
     """True for a loader that saves its own position, and with it the draws of its workers: see `HoldingDraws`.
 
     An iterable without a state, which torchdata reads again from its start, or one without a `__dict__` holds no draws.
+    Loaders of accelerate have the methods, but a state only if they are told to.
     """
     workers: int = getattr(loader, "num_workers", 0)
     data = loader.dataset if saves(loader) and workers else None
     restarts = isinstance(data, torch.utils.data.IterableDataset) and not saves(data)
-    return saves(loader) and (data is None or (hasattr(data, "__dict__") and not restarts))
+    is_told = getattr(loader, "use_stateful_dataloader", True)
+    return saves(loader) and is_told and (data is None or (hasattr(data, "__dict__") and not restarts))
 
 
 def make_ready(loader: Any) -> None:

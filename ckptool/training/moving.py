@@ -57,7 +57,8 @@ def reachable(objects: Mapping[str, Any], seen: dict[int, Any] | None = None) ->
         with suppress(Exception):
             if (text := plain_text(value)) is None:
                 is_class = issubclass(type(value), type)  # of those only the program's own, by their variables
-                is_opaque = (name not in objects or _is_library(value)) if is_class else type(value) in _OPAQUE
+                is_opaque = type(value) in _OPAQUE or str(type(value).__module__).startswith("ckptool.")
+                is_opaque |= is_class and (name not in objects or _is_library(value))
                 if id(value) in seen or is_opaque:
                     continue
                 seen[id(value)] = value

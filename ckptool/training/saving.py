@@ -187,6 +187,7 @@ def _moved(node: Any, move: Callable[[Storage], Storage], moved: dict[int, Any],
             if home is not storage:
                 layout = part.storage_offset(), part.shape, part.stride()
                 part = torch.empty(0, dtype=part.dtype).set_(home, *layout)
+        part.requires_grad_(node.requires_grad and node.is_leaf)  # as a value that gradients are computed for
         return with_local(node, part) if is_divided(node) else part
     if isinstance(node, dict):
         container: Any = type(node)() if type(node) is not dict else {}

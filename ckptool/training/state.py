@@ -214,7 +214,8 @@ class Objects:
                 raise UsageError(
                     f"{name} trains {counted(len(unowned), 'parameter')} of no module that was passed",
                     "They would not be saved.",
-                    "Give the module: ckptool.Run(…, model=model); or torch.nn.ParameterList([parameter])",
+                    "Give the module: ckptool.Run(…, model=model). For a tensor x of its own, train "
+                    "x = torch.nn.Parameter(x), and give x=torch.nn.ParameterList([x])",
                 )
 
     def buffers(self, name: str) -> dict[str, Any]:

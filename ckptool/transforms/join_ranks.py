@@ -37,13 +37,14 @@ from ckptool.formats import Opened, PathLike, changeable, open_file, split
 from ckptool.formats.folder import CONSOLIDATED, MODEL_PARALLEL, mixed
 from ckptool.formats.layouts import megatron
 from ckptool.formats.model_folder import configuration
+from ckptool.formats.other_ranks import ranks_in
 from ckptool.formats.pieces import Joiner, Piece
 from ckptool.names.pattern import Lookup
 from ckptool.names.rule_files import JOIN_LOOK
 from ckptool.names.rules import JOIN_WAYS, TAKEN_BEFORE, WHOLE_KEY, Rule, Translation, refuse_idle
 from ckptool.names.steps import Scope, steps_of
 
-WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
+WEIGHTS = ("model_optim_rng.pt", "model_rng.pt", "model_weights.ckpt", "model.pt")  # Megatron's, NeMo 1's, verl's
 OPTIMIZER = "distrib_optim.pt"
 _CHUNK = re.compile(r"model([0-9]{1,3})?")
 
@@ -107,9 +108,12 @@ def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLi
         elif MODEL_PARALLEL.fullmatch(name) and folder_at(inside := os.path.join(source.path, name)):
             members = [member for member in (*WEIGHTS, OPTIMIZER) if member in Folder(inside)]
             if not set(members) & set(WEIGHTS):
-                raise Truncated(f"{source}: {name} has no {WEIGHTS[0]}", "It was not copied along.", "Copy all files.")
+                what = f"{source}: {name} has none of {listed(WEIGHTS, 4)}"
+                raise Truncated(
+                    what, "The weights are in one of them: it is missing, or was renamed.", "Copy all files."
+                )
             names += [(tuple(map(int, name.split("_")[2:])), f"{name}/{member}") for member in members]
-    if not names:
+    if not (names := names or [(numbers, name) for name, numbers in ranks_in(source).items()]):
         return None
     joiner, ranks, optimizers = Joiner(source), list[_Rank](), dict[str, Any]()
     sizes, steps = [1, 1], dict[int, str]()

@@ -136,8 +136,17 @@ def test_a_known_function_that_calls_an_unknown_one_is_unknown(call: Any, tmp_pa
         build(checkpoint)
 
 
-def test_of_a_whole_model_the_weights_are_offered(tmp_path: Path) -> None:
-    torch.save(torch.nn.Linear(2, 3), tmp_path / "model.pt")
+@pytest.mark.parametrize(
+    ("tree", "offer"),
+    [
+        (torch.nn.Linear(2, 3), "Take its weights: ckptool convert m.pt -o OUT.safetensors"),
+        ({"hyp": {"lr": 1}, "net": torch.nn.Linear(2, 3)}, "Take its weights: ckptool convert 'm.pt#net' -o"),
+        ({"kwargs": {"n": 1}, "state": {"w.w": torch.ones(2)}, "klass": CanBeCalled}, "ckptool.load('m.pt#state')"),
+        ({"kwargs": {"n": 1}, "klass": CanBeCalled}, "ckptool.load('m.pt#kwargs')"),
+    ],
+)
+def test_the_weights_are_offered(tree: Any, offer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UnsafeObject) as refused:
-        ckptool.load(tmp_path / "model.pt")
-    assert f"Take its weights: ckptool convert {tmp_path / 'model.pt'} -o OUT.safetensors" in refused.value.fix
+        ckptool.load(saved(tree, Path("m.pt")))
+    assert offer in refused.value.fix

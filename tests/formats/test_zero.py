@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ckptool
+from tests.support.cli import Run
 from tests.support.deepspeed_folders import MOMENTS, piece_of, random_shapes, verdict, write_zero, zero_weights
 from tests.support.engine_cases import ROOT
 
@@ -58,6 +59,32 @@ def test_a_stage_that_is_saved_by_its_name(tmp_path: Path) -> None:
     folder = write_zero(tmp_path / "global_step2", 3, 2, change=by_name)
     found = ckptool.open(folder)
     assert all(torch.equal(found["module"][name].torch(), value) for name, value in zero_weights().items())
+
+
+def older(kind: str, rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
+    if kind == "no shapes":
+        del states["param_shapes"]
+        share.pop("param_slice_mappings", None)
+    if kind == "sub-partitions":
+        vectors = share.pop("single_partition_of_fp32_groups")
+        share["local_sub_partitions_of_fp32_groups"] = [[*vector.chunk(2)] for vector in vectors]
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("named", 2), ("no shapes", 2), ("no shapes", 3), ("sub-partitions", 1)])
+def test_what_early_versions_saved_is_read_or_told(kind: str, stage: int, tmp_path: Path, run: Run) -> None:
+    """Up to 0.3.13 there was no `_` before `optim_states`."""
+    folder = write_zero(tmp_path / "global_step2", stage, 2, change=partial(older, kind))
+    for path in folder.glob("*_optim_states.pt"):
+        torch.save(torch.load(path), path.with_name(path.name.replace("_optim", "optim")))
+        path.unlink()
+    told = run("convert", str(folder), "-o", str(tmp_path / "out.pt"))
+    if kind == "named":
+        assert told.code == 0 and "no-optimizer-files" not in told.out + told.err, told
+        return
+    assert told.code == 2 and "error[unsupported]" in told.err and "Early versions" in told.err, told
+    own = f"convert {folder}/mp_rank_00_model_states.pt"
+    assert (own in told.err) == (stage < 3)
+    assert stage == 3 or run(*own.split(), "-o", str(tmp_path / "out.pt")).code == 0
 
 
 def test_a_trained_parameter_keeps_its_own_values_whatever_it_is_said_to_be_tied_to(tmp_path: Path) -> None:

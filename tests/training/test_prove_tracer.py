@@ -38,6 +38,24 @@ def test_variables_are_looked_at_as_often_as_the_time_allows(tmp_path: Path, mon
     assert looked(["3", "30"], costs=0.0) == [0, 3, 30]
 
 
+def test_the_state_of_an_optimizer_may_hold_lists_of_tensors(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    model, tool = torch.nn.Linear(2, 1), Tracer(str(tmp_path))
+    tool.moving, states = moving, []
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 2)).pow(4).mean()
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        states.append(tool.facts(optimizer)["state"])
+        optimizer.step(closure)
+    assert len({*states}) == 4
+
+
 class Sampler:
     def __init__(self) -> None:
         self.order, self.rng, self.array = [3, 1, 2], random.Random(4), numpy.arange(3.0)

@@ -158,12 +158,14 @@ def test_of_a_value_that_lies_in_a_larger_storage_its_part_alone_is_saved(tmp_pa
         with Run(tmp_path / str(background), say=str, model=nn.Linear(2, 1), save_async=background) as run:
             rows = torch.rand(4, 3)
             run["loss"] = nn.functional.mse_loss(torch.rand(8, 1), torch.rand(8, 1))
-            run["rows"], run["row"] = rows, rows[1]
+            run["rows"], run["row"], run["learns"] = rows, rows[1], torch.ones(2, requires_grad=True)
             run.save()
         saved = end(tmp_path / str(background), 0)["values"]
         assert saved["loss"].untyped_storage().nbytes() == 4
         assert saved["row"].data_ptr() == saved["rows"][1].data_ptr()
         assert saved["loss"] == run["loss"]
+        with Run(tmp_path / str(background), say=str, model=nn.Linear(2, 1)) as run:
+            assert run["learns"].requires_grad and not run["rows"].requires_grad
 
 
 WRONG: dict[str, Callable[[Run], Any]] = {
@@ -180,7 +182,6 @@ WRONG: dict[str, Callable[[Run], Any]] = {
     r"run\.log was given dict as the step": lambda run: run.log({"loss": 1.0}),  # type: ignore[arg-type]
     "loss is str, which is not a number": lambda run: run.log(loss="x"),
     r"run\.save has no option evry\n(?s:.*)Did you mean every\?": lambda run: run.save(evry=True),
-    r"run\.save\(every=500": lambda run: run.due(every=3),
 }
 
 
@@ -236,6 +237,27 @@ def test_epochs_end_where_they_end_and_a_finished_run_trains_no_more(tmp_path: P
             seen.append((step, run.epoch, int(batch[0, 0])))
         assert (seen, run.step) == (expected, 8)
     assert said[-1] == "finished: 2 epochs of 2 are done; to train on, ask for more"
+
+
+class Stateless(DataLoader[Any]):
+    """A loader with the methods for a state, and none, as accelerate's are."""
+
+    use_stateful_dataloader = False
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AttributeError("dl_state_dict")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AttributeError("dl_state_dict")
+
+
+def test_a_loader_that_has_no_state_in_spite_of_its_methods_is_read_again(tmp_path: Path) -> None:
+    def script(folder: Path, kill: int | None) -> None:
+        trained(folder, 9, kill, Stateless(Noisy(), batch_size=4, shuffle=True))
+
+    for folder, kill in (("whole", None), ("killed", 5), ("killed", None)):
+        script(tmp_path / folder, kill)
+    assert bytes_at(tmp_path / "whole", 9) == bytes_at(tmp_path / "killed", 9)
 
 
 def test_a_sampler_is_told_each_epoch_once_wherever_it_is_in_the_loader(tmp_path: Path) -> None:

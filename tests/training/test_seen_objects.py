@@ -41,8 +41,9 @@ LEFT = {
     ),
     "what does not change in an object, and what the given ones hold": (
         (
-            "class Loss:\n    def __init__(self): self.net, self.model = copy.deepcopy(model), model\nloss = Loss()\n"
-            "for step, x in run.batches(loader, steps=4):\n"
+            "class Loss:\n    def __init__(self):\n        self.net, self.model = copy.deepcopy(model), model\n"
+            "        self.lazy, self.meta = torch.nn.LazyLinear(2), torch.nn.Linear(2, 2, device='meta')\n"
+            "loss = Loss()\nfor step, x in run.batches(loader, steps=4):\n"
             f"    {TRAIN}; schedule.step(); run.save()"
         ),
         [],

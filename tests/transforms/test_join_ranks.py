@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, Corrupt, NoMatch, OnlyAPart, Truncated, Unsupported, UsageError
@@ -252,7 +252,7 @@ def test_ranks_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
     (folder / "mp_rank_01" / "model_optim_rng.pt").write_bytes(b"")
     refused(folder, "join: {w: column}", Truncated, "mp_rank_01", "empty")
     (folder / "mp_rank_01" / "model_optim_rng.pt").unlink()
-    refused(folder, "join: {w: column}", Truncated, "mp_rank_01 has no model_optim_rng.pt")
+    refused(folder, "join: {w: column}", Truncated, "mp_rank_01 has none of model_optim_rng.pt")
 
 
 @looped("layout", ["llama-meta", "llama-megatron"])
@@ -265,6 +265,38 @@ def test_the_file_of_one_rank_is_not_joined(layout: str, tmp_path: Path) -> None
     with pytest.raises(OnlyAPart) as caught:
         ckptool.translate(one, (), tmp_path / "out.safetensors", rules_file=layout)
     assert caught.value.fix == f"Name the folder of all of them: {folder}"
+
+
+NAMES = (
+    "model-rank-{}-part-0.pt",
+    "model{}-mp2.safetensors",
+    "model_tp{}_pp0.pt",
+    "last-model_part-{}.pt",
+    "mp_rank_0{}/model_weights.ckpt",
+)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "tp{}_pp{}.pt", "rank{}-of-2-model.pt"])
+def test_files_of_any_program_whose_names_tell_their_ranks_are_joined(name: str, tmp_path: Path, run: Run) -> None:
+    whole = {"tok.weight": torch.randn(6, 3), "layers.0.proj.weight": torch.randn(3, 4), "norm.weight": torch.ones(3)}
+    for stage in range(2 if "pp{}" in name else 1):
+        for rank in range(2):
+            share = {n: v.chunk(2, {"tok": 0, "lay": 1}[n[:3]])[rank] if n[0] in "tl" else v for n, v in whole.items()}
+            if "pp{}" in name:
+                share = {n: v for n, v in share.items() if n.startswith("tok") == (stage == 0)}
+            path = tmp_path / "ranks" / name.format(rank, stage)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            share = {n: v.contiguous() for n, v in share.items()}
+            save_file(share, path) if path.suffix == ".safetensors" else torch.save(share, path)
+    rules = "join:\n  tok.weight: column\n  '*.proj.weight': row\n  norm.weight: replicated\n"
+    assert same(joined(tmp_path / "ranks", rules), whole)
+    if "/" not in name:
+        refused = run("convert", str(path), "-o", str(tmp_path / "out.pt"))
+        assert f"convert {path.parent} --rules" in refused.err or "of 2" in refused.err, refused
+    if "of-2" in name:
+        path.unlink()
+        with pytest.raises(Corrupt, match="rank 1"):
+            joined(tmp_path / "ranks", rules)
 
 
 def test_without_rules_a_folder_of_ranks_is_said_to_need_them(tmp_path: Path, run: Run) -> None:

@@ -261,11 +261,15 @@ def test_of_weights_that_fit_equally_well_it_is_said_which_were_taken(tmp_path: 
 
 
 def test_no_error_advises_to_drop_the_weights(tmp_path: Path) -> None:
-    danger = TRAPS["20-unknown-call"]()["danger"]
+    danger, other = (TRAPS["20-unknown-call"]()["danger"] for _ in range(2))
     model = nn.Linear(2, 2)
     model.config = danger  # type: ignore[assignment]
     file = tmp_path / "in.pt"
-    for tree, fix in (({"net": model}, "Write only the weights"), ({"x": danger}, "Drop it"), ([danger], "Pass it")):
+    for tree, fix in (
+        ({"net": model}, "Write only the weights"),
+        ({"x": danger, "y": {"z": other}}, "Drop it"),
+        ([danger], "Pass it"),
+    ):
         saved(tree, file)
         error = refused("unsafe-global", tmp_path, lambda: ckptool.remap(file, tmp_path / "out.pt", to="cpu"))
         assert error.fix.startswith(fix)

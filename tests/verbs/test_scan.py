@@ -17,6 +17,7 @@ import ckptool
 from ckptool.analysis import scan as module
 from ckptool.output.durable import hidden_name
 from tests.support.cli import Run
+from tests.support.deepspeed_folders import write_zero
 from tests.support.files import saved, weights, written
 from tests.support.looped import looped
 from tests.support.other_models import OTHER_MODELS
@@ -240,6 +241,13 @@ def test_what_a_pickle_would_call_is_named_with_its_place(tmp_path: Path) -> Non
         (f"{home}.Foreign", "made", ("config",), True),
     ]
     assert not trace.exists()
+
+
+def test_what_is_wrong_inside_a_folder_is_told_by_its_name_there(tmp_path: Path, run: Run) -> None:
+    tag = write_zero(tmp_path / "run" / "global_step2", 2, 2)
+    next(tag.glob("*rank_1_*_optim_states.pt")).unlink()
+    (tmp_path / "run" / "latest").write_text("global_step2")
+    assert "  global_step2 lacks the files" in run("scan", str(tmp_path)).out
 
 
 def test_a_call_that_is_thrown_away_is_named(tmp_path: Path) -> None:

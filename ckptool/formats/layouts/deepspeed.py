@@ -46,7 +46,7 @@ SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # copied beside every checkpo
 UNIVERSAL = "zero"  # the folder that a universal one has
 MAX_TAG = 4_096  # bytes of the file `latest`
 _STATES = re.compile(
-    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<mp>\d{1,7})_(?P<of>optim|model)_states\.pt"
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<mp>\d{1,7})_?(?P<of>optim|model)_states\.pt"
 )
 _TAG = re.compile(r"global_step\d+(?:_universal)?")
 _WEIGHT, _COMMON = "fp32", "optimizer_state.pt"

@@ -8,6 +8,7 @@ as many elements to each rank, the last filled up.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -17,6 +18,7 @@ from typing import Any
 
 from ckptool.checkpoint import Composite, Note, TensorEntry
 from ckptool.checkpoint.nodes import Global, Object, fields, inside, items
+from ckptool.commands import OUT_SAFETENSORS, command
 from ckptool.errors import Unsupported, counted
 from ckptool.facts import replace
 from ckptool.formats.distributed import sizes_of
@@ -27,6 +29,7 @@ from ckptool.pickles.torch_objects import BUILDERS
 STEPS = "steps-differ"  # of the note
 _LOCAL_EXPERT = re.compile(r"(?P<module>.*\.deepspeed_experts\.)(?P<number>\d{1,9})(?P<rest>\..*)", re.DOTALL)
 _VECTORS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
+_SUB_PARTITIONS = "local_sub_partitions_of_fp32_groups"
 _STATES = ("base_optimizer_state", "optimizer_state_dict")
 # What says how the vectors are laid out; of no use when they are joined.
 _LAYOUT = (*_VECTORS, *_STATES, "param_slice_mappings", "group_paddings", "param_alignment_paddings")
@@ -63,8 +66,10 @@ class StageFiles:
         some are missing."""
         # With this option DeepSpeed's own record of the pieces has another order than its vectors.
         is_mapped = not inside(self.states, "ds_config.zero_optimization.round_robin_gradients")
-        files = sorted(self.optimizers.items())
-        shares = [Share(rank, name, self.joiner.open(name).tree, is_mapped) for rank, name in files]
+        trees = {(rank, name): self.joiner.open(name).tree for rank, name in sorted(self.optimizers.items())}
+        if any(_SUB_PARTITIONS in fields(fields(tree).get("optimizer_state_dict")) for tree in trees.values()):
+            raise self._too_old("the f32 weights are in sub-partitions")
+        shares = [Share(*rank_file, tree, is_mapped) for rank_file, tree in trees.items()]
         for other in shares[1:]:
             refuse_other(self.folder, (shares[0].file, shares[0].facts), (other.file, other.facts))
         if shares:
@@ -77,8 +82,19 @@ class StageFiles:
         recorded."""
         if self.states.get("param_shapes") is not None or not self.shares:
             return [{**group} for group in self.shapes_in(self.states, self.file)]
-        groups = self.shares[0].placed
+        if not (groups := self.shares[0].placed):
+            raise self._too_old(f"{self.file} has no param_shapes")
         return [{name: None for share in self.shares for name in share.placed.get(group, ())} for group in groups]
+
+    def _too_old(self, what: str) -> Unsupported:
+        line = command("convert", os.path.join(self.folder.path, self.file), out=OUT_SAFETENSORS)
+        fix = f"Take the model's own weights, without the f32 ones: {line}"
+        if len(self.models) > 1:  # of stage 3 they are in the vectors alone
+            fix = "With the DeepSpeed that wrote it: load it, gather the weights, and torch.save them."
+        why = (
+            "Early versions of DeepSpeed saved it so, without a record of where each parameter is in the flat vectors."
+        )
+        return Unsupported(f"{self.folder}: {what}", why, fix)
 
     def shapes_in(self, states: dict[str, Any], file: str, key: str = "param_shapes") -> list[Shapes]:
         """The shapes that a file has by name, for each group. Raises `Corrupt` for what is no shape."""

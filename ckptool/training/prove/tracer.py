@@ -187,7 +187,7 @@ class Tracer:
         """An optimizer's learning rates, and digests of its state and of the weights that it trains."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state = [
-            f"{place} {key} {self.moving.plain_text(value) or self.moving.tensor_digest(value)}"
+            f"{place} {key} {self.text(value)}"
             for place, parameter in enumerate(parameters)
             for key, value in sorted(optimizer.state.get(parameter, {}).items())
         ]
@@ -196,6 +196,12 @@ class Tracer:
             "state": self.moving.digest(" ".join(state).encode()),
             "lr": [float(group["lr"]) for group in optimizer.param_groups],
         }
+
+    def text(self, value: Any) -> str:
+        """A value of an optimizer's state, as text: a tensor, a plain value, or a list of tensors, as LBFGS has."""
+        if hasattr(value, "data_ptr"):
+            return str(self.moving.tensor_digest(value))
+        return self.moving.plain_text(value) or str(self.moving.reachable({"": value})[0])
 
     def digests(self, tensors: Any) -> str:
         """One digest of several tensors."""
