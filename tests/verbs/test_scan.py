@@ -240,7 +240,7 @@ def test_what_a_pickle_would_call_is_named_with_its_place(tmp_path: Path, run: R
         (f"{home}.Foreign", "named", ("cls",), False),
         (f"{home}.Foreign", "made", ("config",), True),
     ]
-    code, custom = run("scan", path).out.partition("needs classes of its own")[::2]
+    code, custom = run("scan", tmp_path).out.partition("needs classes of its own")[::2]
     assert "would run unknown code" in code and "leave_a_trace" in code and "leave_a_trace" not in custom, custom
     assert "Foreign" in custom
     assert not trace.exists()
