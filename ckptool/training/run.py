@@ -152,8 +152,8 @@ class Run:
             self.folder.close()
             raise
         _OPEN[self.folder.folder] = self
-        # A run that is garbage-collected releases its lock.
-        weakref.finalize(self, self._saver.finish, self.say)
+        # A run that is garbage-collected releases its lock; one that is there when the program ends says more.
+        weakref.finalize(self, finish_left, weakref.ref(self), self._saver, self.say)
 
     # Opening -----------------------------------------------------------------------------------------------------
 
@@ -170,17 +170,20 @@ class Run:
 
         Raises what went wrong in the save at `break`.
         """
-        if self._loop and not self._closed and self._saver.step != self.step:
-            self.say(
-                f"step {self.step:,} was not saved: run.close() came before the loop had ended, or a variable "
-                "still holds its iterator, so that its `break` is not seen; let the loop alone hold it: "
-                "for … in tqdm(run.batches(…))"
-            )
+        self._say_unsaved()
         self._caught.close()
         self._saver.finish(self.say)
         error, self._failed, self._closed = self._failed, None, True
         if error is not None:
             raise error
+
+    def _say_unsaved(self) -> None:
+        if self._loop and not self._closed and self._saver.step != self.step:
+            self.say(
+                f"step {self.step:,} was not saved: the run was closed, or the program ended, before the loop; or a "
+                "variable still holds its iterator, so that its `break` is not seen: let the loop alone hold it, "
+                "for … in tqdm(run.batches(…))"
+            )
 
     def __enter__(self) -> Run:
         return self
@@ -740,6 +743,13 @@ class Run:
             finally:
                 for part, mode in modes:
                     part.training = mode
+
+
+def finish_left(run: weakref.ref[Run], saver: Saver, say: Callable[[str], Any]) -> None:
+    """Ends a run that nobody closed. After an exception, which says enough, a loop did not end by `break`."""
+    if (live := run()) is not None and not hasattr(sys, "last_value"):
+        live._say_unsaved()
+    saver.finish(say)
 
 
 _END = object()

@@ -113,7 +113,7 @@ class Looks:
         values = _texts(parts)
         counters = _texts([run.step, run.step - 1, *range(run.epoch - 1, run.epoch + 2), run.loss])
         modules = objects.modules.values()
-        addresses = {_memory_of(each) for module in modules for each in _tensors_of(module)}
+        addresses = {_memory_of(each) for module in modules for each in (*module.parameters(), *module.buffers())}
         entries, reached = moving.reachable({**mutable, **plain, **carried}, skipped)
         objects_met |= reached
         met = {re.split(r"[\[#]", name)[0]: each for name, each in reached.items() if _has_own_state(each)}
@@ -132,8 +132,8 @@ class Looks:
             if issubclass(type(module), nn.Module) and not name.startswith(outer):
                 outer += (f"{name}.",)
                 with suppress(Exception):  # lazy modules, and those on the device "meta", have no values
-                    tensors = [each for each in _tensors_of(module) if _memory_of(each) not in addresses]
-                    weights = " ".join(map(moving.tensor_digest, tensors))
+                    tensors = (*module.parameters(), *module.buffers())
+                    weights = " ".join(moving.tensor_digest(t) for t in tensors if _memory_of(t) not in addresses)
                     current[name] = f"{WEIGHTS}: {moving.digest(weights.encode())}"
         kinds: dict[str, list[str]] = {}
         for name, entry in entries.items():
@@ -329,11 +329,6 @@ def _texts(values: list[Any]) -> set[str]:
     """The entries of these values and of their parts in a snapshot, without their kinds."""
     entries = moving.reachable({str(number): value for number, value in enumerate(values)})[0]
     return {entry.partition(": ")[2] for entry in entries.values()}
-
-
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters and buffers of a module."""
-    return itertools.chain(module.parameters(), module.buffers())
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -190,7 +192,13 @@ def test_a_loop_whose_iterator_is_held_gives_signals_back_and_is_named_on_closin
         break
     run.close()
     assert signal.getsignal(signal.SIGTERM) is before
-    assert said[-1].startswith("step 1 was not saved: run.close() came before the loop had ended, or a variable still")
+    assert said[-1].startswith("step 1 was not saved: the run was closed, or the program ended, before the loop; or a")
+
+
+def test_a_loop_whose_iterator_is_held_is_named_at_the_end_of_the_program(tmp_path: Path) -> None:
+    text = f"import ckptool\nrun = ckptool.Run({str(tmp_path)!r})\nheld = run.steps(9)\nfor _ in held: break"
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert ended.stderr.startswith("ckptool: step 1 was not saved: the run was closed, or the program ended, before")
 
 
 @pytest.mark.parametrize("in_loop", [True, False])

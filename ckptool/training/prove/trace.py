@@ -45,7 +45,9 @@ _WORDS = {
 _WINDOW = "gradients: those of step {step} lack the batches before the save, which was inside gradient accumulation"
 MOST = 3  # sentences on one cause
 _AVERAGES = ("ema", "average", "avg", "swa", "shadow")
-NOT_RESTORED = "the weights it resumed from match no step: a torn file, or not all were restored"
+NOT_RESTORED = (
+    "the weights it resumed from match no step: a torn file, not all were restored, or the unbroken run had ended there"
+)
 
 Key = tuple[str, str]
 """The kind and the name of a fact."""
