@@ -153,7 +153,7 @@ class ScannedFile:
             needs = ", which pickle imports and creates on loading; ckptool runs none of it"
             yield *head, yellow("it needs classes of its own"), needs
         else:
-            what = f"loading it {'' if is_program else 'with pickle '}would call unknown code"
+            what = f"loading it {'' if is_program else 'with pickle '}would run unknown code"
             yield *head, red(what), "; ckptool runs none of it"
         rows = []
         for call in self.calls:

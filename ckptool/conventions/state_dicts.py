@@ -210,9 +210,7 @@ def _whole_module(path: Path, node: Any) -> StateDict | None:
     names, what = module_state_dict(node), "whole module"
     if names is None and type(node) is Object and node.items and not node.elements and _is_weights(path, node.items):
         names, what = OrderedDict(node.items), "dictionary of class"
-    if not names:
-        return None
-    return StateDict(path, names, _kind_at(path), f"{what} {printable(node.name)}", node)
+    return StateDict(path, names, _kind_at(path), f"{what} {printable(node.name)}", node) if names else None
 
 
 def array_state_dicts(tree: Any) -> list[StateDict]:
@@ -395,9 +393,7 @@ def optimizer_detail(node: Any) -> str:
 
 def optimizers(tree: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Every optimizer's state dict in a tree, with its path."""
-    for root in _roots(tree):
-        if root.kind == OPTIMIZER:
-            yield root.path, root.node
+    return ((root.path, root.node) for root in _roots(tree) if root.kind == OPTIMIZER)
 
 
 PEELED = "module."

@@ -59,18 +59,20 @@ def one_of_ranks(checkpoint: Checkpoint, read: Callable[[Input], Checkpoint]) ->
             number = int(telling[0]) if telling else None
             label = f"one of {counted(len(ranks), 'file')}" if number is None else f"rank {number:,} of {len(ranks):,}"
             part = PartOf(PartKind.RANK, label, what.format(printable(other)), number, len(ranks))
-            if below or name not in ranks_in(Folder(above)):
+            if below or not ranks_in(Folder(above), name):
                 return part
             return replace(part, join=command("convert", above, rules_file=RULES, out=OUT_SAFETENSORS))
         below.insert(0, name)
     return None
 
 
-def ranks_in(folder: Folder) -> dict[str, tuple[int, int]]:
-    """The first files in a folder that are named alike but for their ranks, each with that in tensor and in pipeline
-    parallelism; none where the names number anything else, too. Raises `Corrupt` where they say that some are missing.
+def ranks_in(folder: Folder, first: str = "") -> dict[str, tuple[int, int]]:
+    """The files in a folder that are named like the first that has a rank in its name, or the one given, but for their
+    ranks, each with that in tensor and in pipeline parallelism; none where the names number anything else, too.
+
+    Raises `Corrupt` where they say that some are missing.
     """
-    first = next((name for name in folder.names if re.search(_OF_RANKS, name)), "")
+    first = first or next((name for name in folder.names if re.search(_OF_RANKS, name)), "")
     ranks = _named_alike(folder.path, first) if first else {}
     marks = [match[0].lower().startswith("pp") for match in re.finditer(_NUMBERS, first)]
     columns = zip(*ranks.values(), strict=True)
@@ -88,7 +90,7 @@ def _named_alike(folder: str, name: str) -> dict[str, tuple[str, ...]]:
     places = [match.span(1) for match in re.finditer(_NUMBERS, name)]
     edges = [0, *(edge for place in places for edge in place), len(name)]
     words = (re.escape(name[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True))
-    pattern = re.compile(r"(\d+)(?:_\d+)*".join(words))
+    pattern = re.compile(r"(\d{1,8})(?:_\d{1,4})*".join(words))
     matches = [match for match in map(pattern.fullmatch, names_in(folder)) if match]
     least = [min(map(int, column)) for column in zip(*(match.groups() for match in matches), strict=True)]
     return {match[0]: match.groups() for match in matches} if max(least, default=2) <= ("shard" in name) else {}

@@ -228,10 +228,8 @@ def refuse_unknown(
         return custom_notes(checkpoint)
     if original is not None:
         refuse_unknown(original, keep_unknown)
-    source = checkpoint.source or "the checkpoint"
     names = [f"{what} at {place or 'the top'}" for what, place in unknown.items()]
-    if count > len(names):
-        names.append(f"{count - len(names):,} more")
+    names += [f"{count - len(names):,} more"] if count > len(names) else []
     fix = f"Pass it on as is: {arg(keep_unknown=True)}"
     entries = dict(_entry(checkpoint.tree, path) for path in islice(paths, MANY))
     models = [address(path) for path, node in entries.items() if module_state_dict(node)]
@@ -245,7 +243,7 @@ def refuse_unknown(
         if len(patterns) == len(entries):  # all of it is in dictionary entries, and without tensors
             fix = f"Drop it: {command('edit', input_of(checkpoint.source), drop=patterns, out=OUT)}. {fix}"
     why = "Loading the file runs this; ckptool does not, nor does it pass it on unless told to. Nothing was written."
-    raise UnsafeObject(f"{source} {listed(names)}", why, fix)
+    raise UnsafeObject(f"{checkpoint.source or 'the checkpoint'} {listed(names)}", why, fix)
 
 
 _VERBS = {CALLED: "calls", MADE: "makes", NAMED: "refers to"}

@@ -375,7 +375,7 @@ _KINDS: dict[tuple[str, str], Kind] = {
         transformers.debug_utils: DebugOption
         transformers.utils.generic: ExplicitEnum PaddingStrategy TensorType
         transformers.utils.quantization_config: QuantizationMethod AWQLinearVersion
-        transformers.optimization: SchedulerType
+        transformers.optimization: SchedulerType timm.layers.format: Format peft.utils.peft_types: PeftType TaskType
         accelerate.utils.dataclasses: DistributedType DynamoBackend LoggerType PrecisionType RNGType
         SageMakerDistributedType ComputeEnvironment CustomDtype SaveDtype FP8BackendType
         accelerate.state: DistributedType

@@ -79,7 +79,7 @@ def open_joined(
     name, place = split(file)
     checkpoint = joined(name, rules, given, like)
     if checkpoint is None and not rules.of_layout:
-        what = f"{name} has no files of model-parallel ranks, like Megatron's (mp_rank_XX) and Llama's"
+        what = f"{name} has no files named after model-parallel ranks, as Megatron's (mp_rank_XX) and Llama's are"
         raise UsageError(what, "translate changes whole tensors.", f"See what it is: {command('inspect', name)}")
     if checkpoint is None:
         checkpoint = changeable(open_file(name)).checkpoint

@@ -19,6 +19,7 @@ from ckptool.checkpoint.nodes import Object
 from ckptool.checkpoint.numpy_arrays import LongValue
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, UnsafeObject, Unsupported, UsageError
 from ckptool.formats import npz, read
+from ckptool.formats.npy import ALIGNMENT, spelled
 from ckptool.pickles.plain import plain
 from fixtures.traps import TRAPS
 from tests.formats import contract
@@ -149,6 +150,10 @@ def test_every_trap_is_written_bit_for_bit_or_refused_by_name(name: str, tmp_pat
     again = contract.round_trip(npz, read(out), tmp_path / "b.npz")
     with zipfile.ZipFile(out) as archive:
         assert archive.testzip() is None
+    for name, entry in checkpoint.tree.items() if isinstance(checkpoint.tree, dict) else ():
+        if isinstance(entry, TensorEntry):
+            header, *_ = spelled(entry) or (bytes(ALIGNMENT),)
+            assert len(header) % ALIGNMENT == 0, name
     for key, array in numpy_sees(out).items():
         entry = again.tree[key]
         assert same_bits(entry.numpy(), array) and same_bits(checkpoint.tree[key].numpy(), array), key

@@ -165,6 +165,14 @@ def test_a_rank_is_known_by_the_file_of_another(program: str, damaged: int | Non
     assert run("scan", str(tmp_path / names[0].relative_to(tmp_path).parts[0]), "--latest-good").code == 1
 
 
+def test_files_beside_ranks_are_no_obstacle(tmp_path: Path) -> None:
+    for rank in range(2):
+        saved_below(random_weights("a.weight"), tmp_path / f"b_rank{rank}.pt")
+    saved_below(random_weights("a.weight"), tmp_path / "a_rank0-of-4.pt")
+    saved_below(random_weights("a.weight"), tmp_path / f"b_rank{'1' * 200}.pt")
+    assert ckptool.open(tmp_path / "b_rank1.pt").part.label == "rank 1 of 2"
+
+
 def test_placeholders_are_never_written_as_weights(tmp_path: Path) -> None:
     states = write_zero(tmp_path / "zero", 3, 2) / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     for out in ("out.safetensors", "out.pt", "out.npz"):

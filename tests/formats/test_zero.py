@@ -105,6 +105,10 @@ def test_every_file_of_a_universal_folder_counts(tmp_path: Path) -> None:
         kept = path.read_bytes()
         path.unlink()
         assert "lacks" in (said := verdict(folder, tmp_path / "out.pt")) or "has no tensor in" in said, path
+        if path.name in ("fp32.pt", "exp_avg.pt", "step.pt"):
+            torch.save(value := 2 if path.name == "step.pt" else "text", path)
+            said = verdict(folder, tmp_path / "out.pt")
+            assert (f"has no tensor in {path.name}" in said) == (value == "text"), (path, said)
         path.write_bytes(kept)
     assert ckptool.open(folder)["module"]["wide.bias"].flags.requires_grad
     (file,) = folder.glob("*/mp_rank_*.pt")

@@ -5,6 +5,7 @@ That a loop of any shape, killed at any line, ends with the same files is in `te
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections import deque
@@ -411,6 +412,19 @@ def test_what_is_logged_of_a_run_without_its_loop_is_kept(tmp_path: Path) -> Non
             for _ in range(times):
                 run.log(acc=0.5)
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == times
+
+
+def test_what_is_logged_between_epochs_is_there_once(tmp_path: Path) -> None:
+    for kill in (2, 5, 8, None):  # inside of the second epoch, the third, the last; then to the end
+        with suppress(Killed), Run(tmp_path, say=str, **parts()) as run:
+            for epoch in run.epochs(3):
+                for step, _ in run.batches(range(3)):
+                    run.save()
+                    if step == kill:
+                        raise Killed
+                run.log(val=epoch)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line["val"] for line in lines] == [0, 1, 2]
 
 
 def test_an_evaluation_changes_nothing_however_often_it_is_done(tmp_path: Path) -> None:

@@ -304,5 +304,5 @@ def test_without_rules_a_folder_of_ranks_is_said_to_need_them(tmp_path: Path, ru
     with pytest.raises(OnlyAPart, match=r"rules_file='RULES\.yaml'"):
         ckptool.convert(folder, tmp_path / "out.pt")
     assert run("verify", str(folder)).code == 0
-    with pytest.raises(UsageError, match="no files of model-parallel ranks"):
+    with pytest.raises(UsageError, match="no files named after model-parallel ranks"):
         joined(tmp_path / "f" / "mp_rank_00", "join: {w: column}")

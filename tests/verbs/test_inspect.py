@@ -171,6 +171,16 @@ def test_tensors_under_keys_that_read_alike(tmp_path: Path, run: Run) -> None:
     assert shown.count("exp_avg_sq") == 6 and shown.count("<tensor f32[2]>") == 2, shown
 
 
+def test_depth_is_how_many_levels_are_shown(tmp_path: Path, run: Run) -> None:
+    names = "a.b.c a.b.d a.e.f a.e.g h.i.j h.k".split()
+    torch.save({name: torch.ones(2) for name in names}, file := tmp_path / "deep.pt")
+    levels: list[list[str]] = [[], ["a", "h"], ["a", "b", "e", "h", "i.j", "k"]]
+    levels.append(["a", "b", "c", "d", "e", "f", "g", "h", "i.j", "k"])
+    for depth, labels in enumerate([*levels, levels[3]]):
+        lines = run("inspect", str(file), "--depth", str(depth)).out.splitlines()
+        assert [line.split()[0] for line in lines if line.startswith("  ")] == labels, depth
+
+
 BIG = torch.zeros(100_000)
 
 
@@ -280,7 +290,10 @@ def needs(value: Any, folder: Path, at: str = "") -> MemoryNeeds:
 
 
 def conv() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 4))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 4))
+    for tensor in model.buffers():
+        tensor._is_hf_initialized = True  # as transformers marks them
+    return model
 
 
 def tied() -> nn.Module:

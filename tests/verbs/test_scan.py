@@ -230,7 +230,7 @@ def test_what_is_wrong_in_a_long_list_is_named_at_its_end(tmp_path: Path, run: R
     assert "\nnot good: 7.pt (truncated)\n" in run("scan", tmp_path).out
 
 
-def test_what_a_pickle_would_call_is_named_with_its_place(tmp_path: Path) -> None:
+def test_what_a_pickle_would_call_is_named_with_its_place(tmp_path: Path, run: Run) -> None:
     trace = tmp_path / "trace"
     path = checkpoint(tmp_path / "a.pt", hooks=[Runs(trace)], config=Foreign(), cls={Foreign: 1})
     (file,) = ckptool.scan(path).files
@@ -240,6 +240,9 @@ def test_what_a_pickle_would_call_is_named_with_its_place(tmp_path: Path) -> Non
         (f"{home}.Foreign", "named", ("cls",), False),
         (f"{home}.Foreign", "made", ("config",), True),
     ]
+    code, custom = run("scan", tmp_path).out.partition("needs classes of its own")[::2]
+    assert "would run unknown code" in code and "leave_a_trace" in code and "leave_a_trace" not in custom, custom
+    assert "Foreign" in custom
     assert not trace.exists()
 
 
