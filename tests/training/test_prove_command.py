@@ -230,9 +230,9 @@ with open(os.path.join(traces, "0-1.jsonl"), "w") as trace:
 
 @pytest.mark.parametrize(
     ("fault", "kills", "starts", "exit_code"),
-    [("", 3, 6, 0), ("noise", 1, 6, 1), ("noise", 3, 7, 1), ("both", 1, 4, 1)],
+    [("", 3, 6, 0), ("noise", 1, 5, 1), ("noise", 3, 7, 1), ("both", 1, 4, 1)],
 )
-def test_a_cause_is_put_back_in_one_more_start_and_nothing_in_another(
+def test_a_cause_is_put_back_in_one_more_start_and_nothing_in_one_if_that_was_not_seen(
     tmp_path: Path, fault: str, kills: int, starts: int, exit_code: int
 ) -> None:
     (tmp_path / "train.py").write_text(TOLD)

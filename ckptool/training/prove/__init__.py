@@ -80,7 +80,7 @@ class CommandRuns:
     """Runs of a command in a folder, and what they prove. rng: of the moments of kills.  limit: seconds for a process.
 
     saves: the places in the reference at which it had just written a checkpoint.  chance: what differs in two unbroken
-    runs.  suspect: of the first restart that began another way, a copy of the folder before it, and the file of values
+    runs.  suspect: the first restart that began another way, a copy of the folder before it, and the file of values
     that an earlier process stored at its place.
     """
 
@@ -96,7 +96,7 @@ class CommandRuns:
         self.reference = Reference([], [])
         self.saves: list[int] = []
         self.chance: set[str] = set()
-        self.suspect: tuple[str, str] | None = None
+        self.suspect: tuple[Life, str, str] | None = None
 
     @property
     def length(self) -> int:
@@ -183,7 +183,7 @@ class CommandRuns:
                 shutil.rmtree(copy, ignore_errors=True)
             else:
                 paths = (os.path.join(earlier.traces, f"values-{start - (earlier.start or 0)}") for earlier in lives)
-                self.suspect = copy, next(filter(os.path.exists, paths), "")
+                self.suspect = life, copy, next(filter(os.path.exists, paths), "")
             lives.append(life)
             self.judge_start(lives, intact)
             if life.code is not None or life.late:
@@ -220,7 +220,7 @@ class CommandRuns:
             kills[-1] = replace(kills[-1], resumed=life.start)
             after = f"{_killed(kills[-1])}, "
             before = max((earlier.start or 0 for earlier in lives[:-1]), default=0)
-            is_placed = all(earlier.start is not None for earlier in lives)  # else it goes on from other weights
+            is_placed = all(earlier.start is not None for earlier in lives if earlier.steps)  # not from other weights
             if life.start == 0 and intact and self.saves and is_placed:
                 findings.append(f"{after}it began again at step 0, although {printable(intact[-1])} was whole")
             elif life.start is not None and life.start < before:
@@ -246,8 +246,9 @@ class CommandRuns:
             words.append(f"the first tensor at the end is {min(differing, key=lambda place: not differing[place])}")
         proof.differs, proof.causes = "; ".join(words), sentences(causes)
         os.rename(self.run, os.path.join(self.folder, f"killed-{len(proof.kills)}"))
-        if ended and self.suspect and self.suspect[1]:
-            self.confirm([cause for cause in causes if cause.keys], *self.suspect)
+        if ended and self.suspect and self.suspect[-1]:
+            life, folder, values = self.suspect
+            self.confirm([cause for cause in causes if cause.keys], folder, values, is_wrong=life is lives[-1])
 
     def divergence(self, lives: list[Life], ended: bool) -> Divergence | None:
         """The first start that diverged from the reference, and why."""
@@ -260,9 +261,9 @@ class CommandRuns:
                 return divergence
         return self.reference.divergence(lives[-1], ended=True) if lives and ended else None
 
-    def confirm(self, causes: list[Cause], folder: str, values: str) -> None:
-        """Repeats the restart with the first cause put back, then with the next, too, until the end is right. If the
-        last of them is enough, it alone is the cause. With nothing put back the end has to be wrong."""
+    def confirm(self, causes: list[Cause], folder: str, values: str, *, is_wrong: bool) -> None:
+        """Repeats the restart with the first cause put back, then with the next, alone and with those before it, until
+        the end is right. With nothing put back it has to be wrong; is_wrong: it was, as that start was not killed."""
 
         def ends_right(candidates: list[Cause]) -> bool:
             self.say(f"put back: {sentences(candidates[-1:])[0] if candidates else 'nothing'}")
@@ -273,10 +274,9 @@ class CommandRuns:
             return not wrong
 
         counts = range(1, min(len(causes), TRIES) + 1)
-        if (enough := next((count for count in counts if ends_right(causes[:count])), 0)) and not ends_right([]):
-            last = causes[enough - 1 : enough]
-            cause = last if enough > 1 and ends_right(last) else causes[:enough]
-            self.proof.causes = self.proof.confirmed = sentences(cause)
+        tries = [causes[first:count] for count in counts for first in ((count - 1, 0) if count > 1 else (0,))]
+        if (enough := next(filter(ends_right, tries), None)) and (is_wrong or not ends_right([])):
+            self.proof.causes = self.proof.confirmed = sentences(enough)
 
     # A process ------------------------------------------------------------------------------------------------------
 
