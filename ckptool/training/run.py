@@ -206,6 +206,12 @@ class Run:
         refuse_not_plain(value, f"run[{name!r}]")
         self.values[name] = value
 
+    def __getattr__(self, name: str) -> Any:
+        why = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name == "due":  # of 0.1.0
+            why = "`run.due` is gone: run.save(every=500, val=evaluate) marks, and calls evaluate when it is due"
+        raise AttributeError(why, name=name, obj=self)
+
     def __contains__(self, name: object) -> bool:
         return name in self.values
 
@@ -450,14 +456,12 @@ class Run:
         """The steps of an epoch, each with its batch; commits at the end of each but the last."""
         try:
             if self._has_batches:
-                what, why = (
+                raise UsageError(
                     "run.batches was called twice in one epoch of run.epochs",
                     "Its batches are those trained on.",
+                    "Call it once; for a validation: for batch in loader; for two: "
+                    "run.batches(lambda: itertools.chain(one, other))",
                 )
-                more = (
-                    "for a validation: for batch in loader; for two: run.batches(lambda: itertools.chain(one, other))"
-                )
-                raise UsageError(what, why, f"Call it once; {more}")
             self._has_batches, self.step = True, self.step - 1
             item = next(data, _END)
             while item is not _END:

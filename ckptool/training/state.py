@@ -45,10 +45,9 @@ class Objects:
                 self.named[name] = unwrapped(value) if isinstance(value, nn.Module) else value
             else:
                 kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-                is_one = not isinstance(value, (list, tuple, dict))
-                give = (
-                    "Give it both methods" if is_one else f"Give each of them: ckptool.Run(…, {name}_1=…, {name}_2=…)"
-                )
+                give = "Give it both methods"
+                if isinstance(value, (list, tuple, dict)):
+                    give = f"Give each of them: ckptool.Run(…, {name}_1=…, {name}_2=…)"
                 raise UsageError(
                     f"{name} is a{'n' * (kind[0] in 'aeiou')} {kind}, which has no state_dict() and load_state_dict()",
                     "Its state could be neither saved nor restored.",
