@@ -105,7 +105,7 @@ class Builder:
             parts = [root for root in roots if root.path and root.module is None and isinstance(root.node, dict)]
             if good := [part.address for part in parts if part.node and address(part.path[:1]) not in bad]:
                 advice = f"Load a part without them: ckptool.load({input_of(source, good[0])!r}). "
-            elif roots[0].is_model:
+            elif roots and roots[0].is_model:
                 take = command("convert", input_of(source, roots[0].address), out=OUT_SAFETENSORS)
                 advice = f"Take its weights: {take}. "
         what = f"{input_of(source, address(base)) if source else 'the checkpoint'} holds {listed(names)}"
