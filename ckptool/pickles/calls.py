@@ -232,11 +232,10 @@ def refuse_unknown(
     names += [f"{count - len(names):,} more"] if count > len(names) else []
     fix = f"Pass it on as is: {arg(keep_unknown=True)}"
     entries = dict(_entry(checkpoint.tree, path) for path in islice(paths, MANY))
-    models = [address(path) for path, node in entries.items() if module_state_dict(node)]
-    take = command("convert", input_of(checkpoint.source, *models[:1]), out=OUT_SAFETENSORS)
+    take = command("convert", input_of(checkpoint.source), out=OUT_SAFETENSORS)
     if DISCARDED in unknown.values() and not as_it_is:
         fix = f"Objects that loading creates and discards cannot be kept. Write only the weights: {take}"
-    elif models and checkpoint.source is not None:
+    elif checkpoint.source is not None and any(map(module_state_dict, entries.values())):
         fix = f"Write only the weights: {take}. {fix}"
     elif checkpoint.source is not None and len(paths) < MANY:
         patterns = [literal(address(path)) for path, node in entries.items() if path and not next(tensors(node), ())]

@@ -267,6 +267,7 @@ def test_no_error_advises_to_drop_the_weights(tmp_path: Path) -> None:
     file = tmp_path / "in.pt"
     for tree, fix in (
         ({"net": model}, "Write only the weights"),
+        ({"state_dict": MODEL, "config": {"criterion": model}}, "Write only the weights"),
         ({"x": danger, "y": {"z": other}}, "Drop it"),
         ([danger], "Pass it"),
     ):
@@ -274,7 +275,8 @@ def test_no_error_advises_to_drop_the_weights(tmp_path: Path) -> None:
         error = refused("unsafe-global", tmp_path, lambda: ckptool.remap(file, tmp_path / "out.pt", to="cpu"))
         assert error.fix.startswith(fix)
         if fix != "Pass it":
-            assert run_line(str(error.fix.commands[0]).replace("OUT", f"{tmp_path}/{len(fix)}")) == 0
+            assert run_line(str(error.fix.commands[0]).replace("OUT", f"{tmp_path}/{len(tree)}-{len(fix)}")) == 0
+    assert ckptool.diff(tmp_path / "2-22.safetensors", saved(MODEL, tmp_path / "weights.pt")).same
 
 
 @pytest.mark.filterwarnings("ignore")
