@@ -253,6 +253,14 @@ def test_what_is_wrong_inside_a_folder_is_told_by_its_name_there(tmp_path: Path,
     assert "  global_step2 lacks the files" in run("scan", str(tmp_path)).out
 
 
+def test_latest_may_be_a_link_to_the_folder_of_a_tag(tmp_path: Path) -> None:
+    for step in (2, 4):
+        write_zero(tmp_path / "run" / f"global_step{step}", 2, 2)
+    (tmp_path / "run" / "latest").symlink_to("global_step2")
+    rows = [Path(row.path).name for row in ckptool.scan(tmp_path / "run").files]
+    assert rows == ["run", "global_step4"]
+
+
 def test_a_call_that_is_thrown_away_is_named(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
         archive.writestr("b/data.pkl", b"\x80\x02cbuiltins\nbreakpoint\n)R0}.")

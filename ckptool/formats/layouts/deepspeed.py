@@ -92,7 +92,9 @@ def _tags(folder: Folder) -> tuple[list[str], str, str]:
     candidates = [name for name in folder.names if _TAG.fullmatch(name) or SCRIPTS[0] in folder]
     tags = [name for name in candidates if _is_tag(folder, name)]
     for latest in (file for file in LATEST if file in folder):
-        if folder_at(path := os.path.join(folder.path, latest)):  # other programs' link to the folder of a step
+        if folder_at(path := os.path.join(folder.path, latest)):  # a link to the folder of a step, maybe of another
+            if (name := os.path.basename(os.path.realpath(path))) in tags:
+                return tags, latest, name
             continue
         text = read_small(path, "the name of a tag", MAX_TAG)
         name = text.decode(errors="replace").strip()
