@@ -338,9 +338,10 @@ def memory_needs(listing: Listing) -> MemoryNeeds:
         flags = {entry.view: entry.flags for entry in entries} if has_parameters else {}
         for row, nbytes in zip(part.rows, part.sizes, strict=True):  # tied ones have size 0
             tensor = row.tensor
-            if several and tensor.view in views:
-                continue
-            views.add(tensor.view)
+            if several:
+                if tensor.view in views:
+                    continue
+                views.add(tensor.view)
             if not isinstance(tensor, TensorEntry):
                 is_known &= module is not None and tensor.kind == "with attributes"  # a buffer; others: codes, indices
                 storages[id(tensor)] = nbytes
