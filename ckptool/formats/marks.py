@@ -64,16 +64,8 @@ def noted(code: str, names: Iterable[object], one: str, many: str, about: str, f
 # missing: they are also printed where a file is made of it.
 OTHER_TAGS, WEIGHTS_BESIDE = "other-tags", "weights-beside"
 CHOSEN = (
-    *(
-        OTHER_TAGS,
-        WEIGHTS_BESIDE,
-        "replicas-differ",
-        "replicas-not-compared",
-        "ranks-differ",
-        "common-collides",
-        "steps-differ",
-    ),
-    *("no-optimizer-files", "no-buffers", "sizes-from-pieces"),
+    *(OTHER_TAGS, "replicas-differ", "replicas-not-compared", "ranks-differ", "common-collides", "steps-differ"),
+    *("no-optimizer-files", "no-buffers", "sizes-from-pieces", WEIGHTS_BESIDE),
 )
 
 # Recovered files -----------------------------------------------------------------------------------------------------
