@@ -44,7 +44,7 @@ def mains(contents: Listing, target: Target | None) -> list[StateDict]:
     model best."""
     models = [root for root in contents.roots if root.is_model]
     models = [root for root in models if root.kind == state_dicts.WEIGHTS] or models
-    if target is None or not models:
+    if target is None or len(models) < 2:
         return models
     fits = [find_way(root, target).fit for root in models]
     scores = [fit.matched - len(fit.missing) - len(fit.extra) - len(fit.shapes) for fit in fits]

@@ -113,7 +113,8 @@ def joined(path: str, rules: Translation, given: Mapping[str, int], like: PathLi
                     what, "The weights are in one of them: it is missing, or was renamed.", "Copy all files."
                 )
             names += [(tuple(map(int, name.split("_")[2:])), f"{name}/{member}") for member in members]
-    if not (names := names or [(numbers, name) for name, numbers in ranks_in(source).items()]):
+    names = names or [(numbers, name) for name, numbers in ranks_in(source).items()]
+    if not names:
         return None
     joiner, ranks, optimizers = Joiner(source), list[_Rank](), dict[str, Any]()
     sizes, steps = [1, 1], dict[int, str]()

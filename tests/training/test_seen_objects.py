@@ -98,27 +98,21 @@ def test_what_the_objects_of_a_script_hold_is_named(
     assert len(lines) == len(wanted) and all(part in line for part, line in zip(wanted, lines, strict=True)), lines
 
 
-def test_the_first_save_inside_an_epoch_looks_at_what_is_in_use_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Though it is the third, as that of a signal may be."""
-    lines = noted(
-        tmp_path,
-        "for epoch in run.epochs(4):\n    total = 0.0\n    for step, x in run.batches(loader):\n"
-        "        total += float(x.sum())\n        if step == 10: signal.raise_signal(signal.SIGTERM)\n    run.save()",
-        capsys,
-    )
-    assert [line.partition(" changes")[0] for line in lines] == ["total (variable)"]
+# What an epoch changes, and what is named of it.
+INSIDE = {
+    # The first save inside an epoch looks at what is in use there, though it is the third, as that of a signal may be.
+    "total": "for epoch in run.epochs(4):\n    total = 0.0\n    for step, x in run.batches(loader):\n"
+    "        total += float(x.sum())\n        if step == 10: signal.raise_signal(signal.SIGTERM)\n    run.save()",
+    # What changes in place is named one step after the first save, also where an epoch has one save, so that no second
+    # one finds the same list.
+    "losses": "for epoch in run.epochs(4):\n    losses = []\n    for step, x in run.batches(loader):\n"
+    "        losses.append(float(x.sum()))\n        if step == 2: run.save()",
+}
 
 
-def test_what_changes_in_place_is_named_one_step_after_the_first_save(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_an_epoch_changes_is_named_where_it_is_in_use(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where an epoch has one save, so that no second one finds the same list."""
-    lines = noted(
-        tmp_path,
-        "for epoch in run.epochs(4):\n    losses = []\n    for step, x in run.batches(loader):\n"
-        "        losses.append(float(x.sum()))\n        if step == 2: run.save()",
-        capsys,
-    )
-    assert [line.partition(" changes")[0] for line in lines] == ["losses (variable)"]
+    lines = noted(tmp_path, INSIDE[name], capsys)
+    assert [line.partition(" changes")[0] for line in lines] == [f"{name} (variable)"]

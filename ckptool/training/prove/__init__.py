@@ -274,7 +274,7 @@ class CommandRuns:
             return not wrong
 
         counts = range(1, min(len(causes), TRIES) + 1)
-        tries = [causes[first:count] for count in counts for first in ((count - 1, 0) if count > 1 else (0,))]
+        tries = [causes[first:count] for count in counts for first in dict.fromkeys((count - 1, 0))]
         if (enough := next(filter(ends_right, tries), None)) and (is_wrong or not ends_right([])):
             self.proof.causes = self.proof.confirmed = sentences(enough)
 
