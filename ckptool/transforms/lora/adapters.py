@@ -157,7 +157,8 @@ def read_adapter(
     fields = config or {}
     kind = str(fields.get("peft_type", "LORA"))
     if kind not in _TYPES:
-        raise Unsupported(f"{name} is an adapter of type {kind[:60]}", f"ckptool supports {listed(list(_TYPES))}.")
+        fix = "PEFT itself merges most of them: model.merge_and_unload().save_pretrained(DIR)"
+        raise Unsupported(f"{name} is an adapter of type {kind[:60]}", f"ckptool reads {listed(list(_TYPES))}.", fix)
     if refused := [words for field, words in _REFUSED.items() if fields.get(field)]:
         why = "It changes more of a model than its weights, so no merged weights can do the same."
         raise Unsupported(f"{name} uses {listed(refused)}", why)
@@ -190,6 +191,9 @@ def read_adapter(
         raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", "It is not a known adapter.", fix)
     if len(schemes) > 1:
         raise Conflict(f"{name} mixes the names of {listed(schemes)}", "Each scheme has its own way of scaling.")
+    models = {label.component for label, _ in groups.values() if label.component}
+    if len(models) > 1 and schemes == [PEFT]:
+        raise _for_several(name, models)
     configs: dict[str, dict[str, Any]] = {}  # stored in the file by diffusers: by component, with PEFT's fields
     for key, value in parsed((metadata or {}).get(DIFFUSERS_CONFIG), dict).items():
         component, _, field = key.partition(".")
@@ -197,6 +201,11 @@ def read_adapter(
     adapter = Adapter(schemes[0], (), fields, name, node, metadata or {}, tuple(notes))
     changes = (_deltas(adapter, configs.get(label.component, config), label, parts) for label, parts in groups.values())
     return replace(adapter, deltas=tuple(delta for deltas in changes for delta in deltas))
+
+
+def _for_several(name: str, models: Iterable[str]) -> Unsupported:
+    fix = f"Drop the keys of the others first: {command('edit', name, drop=PATTERN, out=OUT)}"
+    return Unsupported(f"{name} is for {listed(sorted(models))}", "A PEFT adapter is for one model.", fix)
 
 
 def _deltas(
@@ -258,11 +267,19 @@ def _scale(
     if config is None:
         what = f"{adapter.name} does not say its alpha: that is in adapter_config.json, which is not beside it"
         raise UsageError(what, "Without it the scale is unknown.", f"Name it: {arg(config='adapter_config.json')}")
+    # A parameter is known in a base alone, and so are the experts that share the rank.
+    return peft_scale(config, where, key.module, method, rank, is_final=not config.get("target_parameters"))
+
+
+def peft_scale(
+    config: Mapping[str, Any], where: str, name: str, method: str, rank: int, *, is_final: bool = True
+) -> tuple[float, float]:
+    """The alpha and the scale of a module or a parameter by PEFT's configuration. Raises `Conflict` for another rank,
+    if `is_final`."""
     default = config.get("lora_alpha" if method == LORA else "alpha", 8)
-    alpha = _checked_number(_by_pattern(config, "alpha_pattern", key.module, default), f"{where}: alpha")
-    config_rank = _checked_number(_by_pattern(config, "rank_pattern", key.module, config.get("r", rank)), f"{where}: r")
-    stacked = bool(config.get("target_parameters")) and config_rank > 0 and rank % config_rank == 0
-    if config_rank <= 0 or (method == LORA and config_rank != rank and not stacked):
+    alpha = _checked_number(_by_pattern(config, "alpha_pattern", name, default), f"{where}: alpha")
+    config_rank = _checked_number(_by_pattern(config, "rank_pattern", name, config.get("r", rank)), f"{where}: r")
+    if config_rank <= 0 or (method == LORA and config_rank != rank and is_final):
         what = f"{where} has rank {rank:,}, and {config_rank:g} by its configuration"
         raise Conflict(what, "The configuration belongs to a different adapter. Nothing was written.")
     return alpha, alpha / (math.sqrt(config_rank) if config.get("use_rslora") else config_rank)
@@ -429,9 +446,7 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
         of_diffusers, of_kohya = rows[-1 if several else 0]
         names[component] = {PEFT: MODEL, DIFFUSERS: of_diffusers, KOHYA: of_kohya}[scheme]
     if len(set(names.values())) < len(components):
-        what = f"{name} is for {listed(sorted(components))}"
-        advice = f"Drop the keys of the others first: {command('edit', name, drop=PATTERN, out=OUT)}"
-        raise Unsupported(what, "A PEFT adapter is for one model.", advice)
+        raise _for_several(name, components)
     modules = dict[str, str]()  # kohya's with dots: as the bases have them, else by the words of known modules
     if old == KOHYA and scheme != KOHYA:
         places = Places(sorted({f"{module}.weight" for module in _base_modules(bases)}), underscored=True)

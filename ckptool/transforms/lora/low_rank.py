@@ -207,7 +207,9 @@ def resize(adapter: Adapter, rank: int) -> tuple[AdapterFile, list[Truncation]]:
     if DIFFUSERS_CONFIG in texts and not any("alpha" in delta.keys for delta in deltas):
         fields = json.loads(texts[DIFFUSERS_CONFIG]) | diffusers_metadata(changed)
         texts[DIFFUSERS_CONFIG] = json.dumps(fields, indent=2)
-    return AdapterFile(tree, config, texts), truncations
+    # PEFT takes no names of what its model was in.
+    lead = adapter.products[0].component.removesuffix(MODEL) if adapter.scheme == PEFT else ""
+    return AdapterFile({key.removeprefix(lead): entry for key, entry in tree.items()}, config, texts), truncations
 
 
 # The difference between two models ------------------------------------------------------------------------------------
