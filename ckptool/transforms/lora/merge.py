@@ -16,7 +16,7 @@ from ckptool.commands import OUT, OUT_SAFETENSORS, PATTERN, command
 from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, KOHYA, LORA, TOKENS, WHOLE, Places, orientation
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
 from ckptool.formats.model_folder import ADAPTER
-from ckptool.transforms.lora.adapters import Adapter, Delta, matches, peft_scale
+from ckptool.transforms.lora.adapters import Adapter, Delta, matches, scale_of
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
 
 _MOST_PARAMETERS = 6  # of a module, for all orders to be tried
@@ -172,16 +172,15 @@ class AdapterMerge:
         if delta.method == TOKENS:
             return with_rows(delta.factors["tokens"], self.adapter.tokens(delta.module), weight)
         scale, is_parameter = delta.scale, delta in self.parameters
-        experts = is_parameter and len(weight.shape) == 3
+        experts = weight.shape[0] if is_parameter and len(weight.shape) == 3 else 0
         if "B" in delta.factors and self.adapter.config.get("target_parameters"):
             name = f"{delta.module}.{key.rpartition('.')[2]}" if is_parameter else delta.module  # which patterns match
-            rank = delta.rank // (weight.shape[0] if experts else 1)
-            _, scale = peft_scale(self.adapter.config, f"{self.name}: {name}", name, LORA, rank)
+            _, scale = scale_of(self.adapter, self.adapter.config, name, {}, LORA, delta.rank, experts or 1)
         return changed(
             delta,
             weight,
             scale * self.multiplier,
-            experts=experts,
+            experts=experts > 0,
             peft=not delta.keys.get("magnitude", "").endswith("dora_scale"),
             turned=lambda: self._is_turned(key, delta),
         )
