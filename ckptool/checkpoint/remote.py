@@ -157,7 +157,7 @@ async def _answer_of(url: str, answer: Awaitable[Result]) -> Result:
 
 
 async def _get_object(fs: Any, path: str, url: str, start: int, stop: int) -> Served:
-    """A range of an object in S3, with the size and tag from the same answer. Raises `FileProblem` for another range."""
+    """A range of an object in S3, with the size and tag from the same answer. Raises `FileProblem` for another one."""
     bucket, key, version = fs.split_path(path)
     if not key:
         raise IsADirectoryError(path)
