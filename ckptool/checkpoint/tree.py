@@ -419,3 +419,9 @@ def detached(value: Any) -> Tensor | None:
     if not isinstance(value, TensorEntry):
         return value if isinstance(value, Composite) else None
     return value.with_flags(Flags(conj=value.flags.conj, neg=value.flags.neg))
+
+
+def is_meta(tensor: Tensor) -> bool:
+    """True for one that was saved from the device meta, or a parameter that is one: it has a shape, and no values."""
+    inner = detached(tensor) if type(tensor) is Composite else None
+    return type(inner) is Composite and inner.kind == "meta"
