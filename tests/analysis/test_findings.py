@@ -26,7 +26,7 @@ MESSAGES = [
     if line[0] != "#"
 ]
 # A line of source that has words of other messages in it.
-SOURCE = "load('a', map_location='cuda:0', weights_only=True)  # BadZipFile, float8, shared memory, No such file or directory"
+SOURCE = "load('a', map_location='cuda:0', weights_only=True)  # BadZipFile, float8, shared memory, file is empty"
 
 # What a message cannot tell apart, and `doctor FILE` does: names of classes, first bytes, what is in a folder or tar.
 LESS = {*"weights-only not-a-checkpoint numpy-values pickle-protocol corrupt truncated folder legacy-tar io".split()}

@@ -94,7 +94,7 @@ def ungathered(folder: Path) -> Path:
     return saved_below(model, folder / "pytorch_model.bin")
 
 
-def on_meta(folder: Path) -> Path:
+def offloaded(folder: Path) -> Path:
     """What a script saves of a model of which a layer is offloaded: a parameter on the device meta."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"))
     return saved_below({"model": model.state_dict(keep_vars=True), "epoch": 3}, folder / "offloaded.pt")
@@ -133,7 +133,7 @@ MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "shard in its folder": (lambda f: sharded_folder(f) / "model-00002-of-00003.safetensors", "shard 2 of 3"),
     "shard without an index": (lone_shard, "shard 3 of 3"),
     "ungathered": (ungathered, "weights without values"),
-    "on meta": (on_meta, "weights without values"),
+    "offloaded": (offloaded, "weights without values"),
     "flattened": (flattened, "what one rank saved"),
 }  # fmt: skip
 
