@@ -257,8 +257,9 @@ class Scan(Report):
 # What is looked at ----------------------------------------------------------------------------------------------------
 
 
-def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs: Jobs = 1) -> Scan:
-    """Looks at every checkpoint below a folder, or at one file, without running anything; see the verb."""
+def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs: Jobs = 1, again: int = 3) -> Scan:
+    """Looks at every checkpoint below a folder, or at one file, without running anything; see the verb. again: how
+    often the folder is listed once more where all that was good in it is gone."""
     name = named_urls(os.fspath(path))
     if not folder_at(name):
         row = _file_row(full, name)
@@ -279,6 +280,7 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
                 rows += [] if is_gone else [_damaged_row(file, error)]
             except Exception as bug:  # noqa: BLE001 (whatever goes wrong in one file says nothing about the others)
                 rows.append(_damaged_row(file, Corrupt(f"ckptool could not judge it ({type(bug).__name__}: {bug!s})")))
+    gone = len(files) - len(rows)  # meanwhile, as by a run that keeps the last few
     torn = ("corrupt", "truncated", "unsupported")  # before the damage, there may be a call
     rows = [
         row for row in rows if files[row.path] or row.calls or (row.state in torn and reaches_a_call(Source(row.path)))
@@ -286,9 +288,11 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
     good = [row for row in rows if row.is_good and files[row.path]]
     good = [row for row in good if row.is_model] or good  # rather than an optimizer or a data loader by itself
     good = [row for row in good if not is_set_aside(row.path[len(name) :].rstrip("/"))] or good
+    if latest_only and gone and again and not good:
+        return scan(path, latest_only=latest_only, full=full, jobs=jobs, again=again - 1)
     latest, by = _newest(good)
     shown = ((latest,) if latest else ()) if latest_only else tuple(rows)
-    return Scan(name, True, len(entries) - len(rows), latest, by, full, latest_only, shown)
+    return Scan(name, True, len(entries) - gone - len(rows), latest, by, full, latest_only, shown)
 
 
 def _newest(good: list[ScannedFile]) -> tuple[ScannedFile | None, str]:
@@ -381,7 +385,7 @@ def _file_row(full: bool, path: str) -> ScannedFile:
     if full:
         from ckptool.analysis.verify import ALL, verified
 
-        report = verified(open_input(path))[0]
+        report = verified(checkpoint)[0]
         notes = [*(note for note in report.notes if note.code == unwritten.HALF_WAY), *notes]
         if report.checksums != ALL:
             codes[NO_SUMS] = None
@@ -396,7 +400,6 @@ def _file_row(full: bool, path: str) -> ScannedFile:
         state, problem = MEMBER, "belongs to weights, and is not a checkpoint by itself"
     else:
         state, problem = (notes[0].code, notes[0].message) if notes else (GOOD, "")
-    nbytes, modified = size_at(path)
     step_facts = {key: value for key, value in checkpoint.metadata.items() if key == "step"}
     count = 0
     if folder_at(path):
@@ -404,9 +407,8 @@ def _file_row(full: bool, path: str) -> ScannedFile:
         count = layout.count if layout is not None else 0
         step_facts |= members.step_of(path)
     source: Any = checkpoint.source
-    if isinstance(source, Folder) or source.far:  # a listing of a folder elsewhere has neither sizes nor times
-        nbytes = source.size
-    if source.far:
+    nbytes, modified = source.size, size_at(path)[1]
+    if source.far:  # a listing of a folder elsewhere has no times
         opened = source.files.values() if isinstance(source, Folder) else [source]
         modified = max((file.modified for file in opened), default=0.0)
     tree = {**step_facts, "": checkpoint.tree} if step_facts else checkpoint.tree
