@@ -84,6 +84,19 @@ def test_what_is_gone_by_the_time_it_is_read_is_no_error(
     assert [Path(file.path).name for file in found.files] == ["a.pt"] and found.latest is not None
 
 
+def test_a_folder_that_is_gone_before_it_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckptool.convert(checkpoint(tmp_path / "a.pt", 3), tmp_path / "b", container="sharded")
+    real = module.Folder
+
+    def opened(folder: str) -> Any:
+        shutil.rmtree(folder)
+        return real(folder)
+
+    monkeypatch.setattr(module, "Folder", opened)
+    found = ckptool.scan(tmp_path)
+    assert [Path(file.path).name for file in found.files] == ["a.pt"] and found.other_files == 0
+
+
 @pytest.mark.parametrize("moves", [1, 3, 4])
 def test_a_run_that_keeps_the_last_one_has_one_at_any_time(
     moves: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
