@@ -23,7 +23,7 @@ from ckptool.checkpoint.files import Folder, Input, Source, folder_at, unchanged
 from ckptool.checkpoint.jobs import Jobs, checked_jobs
 from ckptool.checkpoint.progress import over
 from ckptool.checkpoint.strided import in_storage_order
-from ckptool.checkpoint.tree import address, storages, stored_parts, tensors, walk
+from ckptool.checkpoint.tree import address, is_meta, storages, stored_parts, tensors, walk
 from ckptool.checkpoint.workers import in_turn
 from ckptool.commands import FILE, OUT, command, input_of, option
 from ckptool.conventions.state_dicts import find_state_dicts, is_unset
@@ -559,6 +559,7 @@ def non_finite(part: Checkpoint, *, damaged: bool = False) -> tuple[list[NonFini
     allowance, roots = readable_bytes(part.tree), find_state_dicts(part)
     by_view: dict[Any, tuple[int, int]] = {}
     for path, tensor in over(tensors(part.tree), lambda pair: pair[1].nbytes):
+        unsearched += [address(path)] if is_meta(tensor) else []
         for entry in tensor.parts() if isinstance(tensor, Composite) else (tensor,):
             if not isinstance(entry, TensorEntry) or entry.dtype.kind not in ("float", "complex", "bits"):
                 continue

@@ -23,6 +23,7 @@ from ckptool.checkpoint.tree import (
     children,
     detached,
     find,
+    method_owner,
     module_attributes,
     module_state_dict,
     tensors,
@@ -88,6 +89,11 @@ class StateDict:
     @property
     def is_model(self) -> bool:
         return self.kind in (WEIGHTS, AVERAGE)
+
+    @property
+    def call(self) -> str:
+        """What gives the state dict in Python: `.state_dict()` of a module, `()` of the method itself."""
+        return "" if self.module is None else ".state_dict()" if method_owner(self.module) is self.module else "()"
 
     def names(self) -> list[str]:
         """The keys of weights that are strings, without those of entries that belong to the training."""
@@ -207,10 +213,12 @@ def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[State
 
 def _whole_module(path: Path, node: Any) -> StateDict | None:
     """The root of a pickled module that has weights, or of an object that is a state dict with a class of its own."""
-    names, what = module_state_dict(node), "whole module"
+    names, what, of = module_state_dict(node), "whole module", node
+    if names and (of := method_owner(node)) is not node:
+        what = "state_dict method, saved uncalled, of a"
     if names is None and type(node) is Object and node.items and not node.elements and _is_weights(path, node.items):
         names, what = OrderedDict(node.items), "dictionary of class"
-    return StateDict(path, names, _kind_at(path), f"{what} {printable(node.name)}", node) if names else None
+    return StateDict(path, names, _kind_at(path), f"{what} {printable(of.name)}", node) if names else None
 
 
 def array_state_dicts(tree: Any) -> list[StateDict]:

@@ -43,6 +43,8 @@ _KINDS: tuple[tuple[bytes, type[CkptoolError], str, str, str], ...] = (
     (rb"\xfd7zXZ\x00", Unsupported, "compressed with xz", _INSIDE, "Unpack it first: xz -dc"),
     (rb"\x28\xb5\x2f\xfd", Unsupported, "compressed with zstd", _INSIDE, "Unpack it first: zstd -dc"),
     (rb"\x04\x22\x4d\x18", Unsupported, "compressed with lz4", _INSIDE, "Unpack it first: lz4 -dc"),
+    (rb"(?:UEsDB|gA[A-Z]{2}|.{3}A{7}B7)[A-Za-z0-9+/\r\n]{60}", Unsupported,
+        "encoded in base64", _INSIDE, "Decode it first: base64 -d"),
     (rb"7z\xbc\xaf\x27\x1c", Unsupported,
         "a 7-Zip archive, whatever its name says", _PACKED, "If you trust where it is from: 7z x"),
     (rb"Rar!\x1a\x07", Unsupported,
@@ -121,7 +123,9 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
             # `>` replaces what is there.
             out = free_name(unpacked if unpacked != source.path else f"{unpacked}.unpacked", ".unpacked")
             files = () if program.startswith("git") else (source.path,)
-            how = other_program(program, *files, into=out if program.endswith("-dc") else "") if program else ""
+            how = (
+                other_program(program, *files, into=out if program.endswith((" -dc", " -d")) else "") if program else ""
+            )
             # What was opened without a name cannot be named to a program.
             is_named = not (program and files and source.path.startswith("<"))
             fix = f"{advice}{colon}{how}" if is_named else "Unpack it first."
@@ -145,6 +149,8 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         is_text = all(byte >= 32 or byte in b"\t\r\n\f" for byte in head)
     except UnicodeDecodeError:
         is_text = False
+    if not is_text and (error := read_as_text(source)) is not None:
+        return error
     if not is_text:
         what = f"{source} is not a checkpoint that ckptool knows"
         return NotACheckpoint(what, f"It begins with the bytes {head[:8].hex(' ')}.")
@@ -153,6 +159,27 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         why = "It is an index, a configuration or an error message, not the tensors."
         return NotACheckpoint(f"{source} is a JSON file", why, f"See which files beside it have tensors: {scan}")
     return NotACheckpoint(f"{source} is a text file", f"It begins with: {head[:40].decode('utf-8', 'replace')}")
+
+
+MAX_END, FEW = 1 << 16, 8
+
+
+def read_as_text(source: Readable) -> CkptoolError | None:
+    """The error for a binary file that a program read as text and wrote again, as its end shows; None for any other."""
+    end = source.read(max(source.size - MAX_END, 0), min(source.size, MAX_END))
+    try:
+        text = end.lstrip(bytes(range(0x80, 0xC0))).decode()
+    except UnicodeDecodeError:
+        return None
+    what, lost = f"{source} was read as text and written again, as UTF-8", text.count("\ufffd") >= FEW
+    others = [letter for letter in text if letter > "\x7f"]
+    if "\0" not in text or len(others) < FEW or (not lost and max(others) > "\xff"):
+        return None
+    if lost:
+        again = "Copy or download it again, as binary data."
+        return Corrupt(what, "Bytes that are no text became U+FFFD; what they were is lost.", again)
+    how = other_program("iconv -f UTF-8 -t ISO-8859-1", source.path, into=free_name(source.path, ".bytes"))
+    return Corrupt(what, "Each byte became a character.", f"Make bytes of them: {how}")
 
 
 # Zip archives --------------------------------------------------------------------------------------------------------

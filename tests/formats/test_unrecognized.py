@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import itertools
 import json
+import pickle
+import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
@@ -11,6 +15,7 @@ from typing import Any
 
 import numpy
 import pytest
+import safetensors.torch
 import torch
 
 import ckptool
@@ -102,6 +107,34 @@ def test_what_a_failed_save_leaves_is_named(tmp_path: Path) -> None:
     unreadable(path, Corrupt, "torch.save without a value", "cannot be pickled", "earlier checkpoint")
     torch.save({"model": torch.ones(2)}, tmp_path / "step_100.pt")
     assert ckptool.scan(tmp_path).latest_good == str(tmp_path / "step_100.pt")
+
+
+AS_TEXT = {
+    "base64": base64.b64encode,
+    "base64, in lines": base64.encodebytes,
+    "as Latin-1": lambda data: data.decode("latin-1").encode(),
+    "as UTF-8": lambda data: data.decode(errors="replace").encode(),
+}
+
+
+@looped(("form", "how"), itertools.product(["zip", "legacy", "safetensors", "pickle"], AS_TEXT))
+def test_what_was_read_as_text_is_told_and_a_shell_undoes_it(form: str, how: str, tmp_path: Path) -> None:
+    weights = torch.nn.Linear(64, 16).state_dict()
+    data = {
+        "zip": torch_bytes,
+        "legacy": lambda value: torch_bytes(value, _use_new_zipfile_serialization=False),
+        "safetensors": safetensors.torch.save,
+        "pickle": pickle.dumps,
+    }[form](weights)
+    file = written(AS_TEXT[how](data), tmp_path / "a file.pt")
+    (found,) = ckptool.doctor(file).findings
+    if how == "as UTF-8":
+        assert found.code == "corrupt" and "as binary data" in found.advice and not found.fixes
+    else:
+        (fix,) = found.fixes
+        subprocess.run(["sh", "-c", str(fix)], check=True, cwd=tmp_path)
+        (out,) = (path for path in tmp_path.iterdir() if path != file)
+        assert out.read_bytes() == data
 
 
 def test_random_starts_never_reach_a_traceback(tmp_path: Path) -> None:
