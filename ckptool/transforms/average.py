@@ -22,7 +22,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 from ckptool.analysis.diff import diff
-from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.arrays import elementwise, fold
 from ckptool.checkpoint.dtypes import Array, by_name, numbers, rounded, scratch
 from ckptool.checkpoint.nodes import same_kind
@@ -30,9 +30,11 @@ from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.paths import literal
 from ckptool.checkpoint.tree import tensors
 from ckptool.commands import FILE, OUT, Command, arg, command
+from ckptool.conventions.adapter_keys import adapter_key, is_factor
 from ckptool.conventions.state_dicts import bare, differences
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed
 from ckptool.formats import DEFAULT
+from ckptool.formats.model_folder import ADAPTER, CONFIG, config_beside
 
 _COMPONENTS = {"c32": "f16", "c64": "f32", "c128": "f64"}
 _PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
@@ -466,3 +468,26 @@ def _place_inside(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | No
     (begin, end), (first, last) = part.span(), whole.span()
     is_inside = first <= begin and end <= last and part.dtype is whole.dtype and part.flags.lazy == whole.flags.lazy
     return (part.stride, part.offset - whole.offset) if is_inside else None
+
+
+_NAMES = {"_name_or_path", "base_model_name_or_path", "peft_version", "revision", "transformers_version"}
+
+
+def doubts(tree: Mapping[Any, Any], checkpoints: Sequence[Checkpoint]) -> Iterator[Note]:
+    """What may be wrong with the weights that checkpoints were merged into."""
+    keys = [key for key in tree if type(key) is str]
+    if any(key.endswith("running_var") for key in keys):
+        message = "statistics of BatchNorm are merged like weights: torch.optim.swa_utils.update_bn computes new ones"
+        yield Note("batch-statistics", message)
+    if any(is_factor(adapter_key(key).role) for key in keys):
+        message = "an adapter's factors are merged one by one: their product is not the mean of the changes"
+        yield Note("factors-apart", message)
+    # PEFT's lists of names come from sets, in any order.
+    *others, last = (
+        {name: sorted(map(str, x)) if isinstance(x, list) else x for name, x in config.items() if name not in _NAMES}
+        for config in (config_beside(checkpoint, ADAPTER, CONFIG) or {} for checkpoint in checkpoints)
+    )
+    pairs = ((config, name) for config in others if config and last for name in {*config, *last})
+    if differing := {name for config, name in pairs if config.get(name) != last.get(name)}:
+        message = f"the files' configurations differ in {listed(sorted(differing))}; the last one's is used"
+        yield Note("configs-differ", message)

@@ -7,17 +7,15 @@ from itertools import chain
 from typing import Annotated, Any, Literal
 
 from ckptool.analysis.quantization import refuse_quantized
-from ckptool.checkpoint import Checkpoint, Note
+from ckptool.checkpoint import Note
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.tree import address
 from ckptool.commands import argument, option, verb
-from ckptool.conventions.adapter_keys import adapter_key, is_factor
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted, listed, printable
 from ckptool.formats import CheckpointLike, open_whole
 from ckptool.formats.folder import refuse_placeholders
 from ckptool.formats.in_memory import together
-from ckptool.formats.model_folder import ADAPTER, CONFIG, config_beside
 from ckptool.transforms import average as means
 from ckptool.transforms.flatten import Behind, around, left_behind, weights_alone
 from ckptool.verbs._options import At, IsPart, Out, numbers
@@ -106,7 +104,7 @@ def average(
     listing = listed([f"{name} ({why})" for name, why in copied.items()], 4)
     message = f"the weights add up to {sum(merge.weights):.6g}, not 1, which scales the result"
     notes = [Note("weights-sum", message)] if merge.method == "mean" and abs(sum(merge.weights) - 1) >= 1e-6 else []
-    notes += _doubts([key for key in tree if type(key) is str], [checkpoint for checkpoint, _ in pairs])
+    notes += means.doubts(tree, [checkpoint for checkpoint, _ in pairs])
     place = f" of {roots[-1][0].address}" if roots[-1][0].address and len({place for _, place in taken}) == 1 else ""
     remark = next((remark for _, remark in roots if remark), "")
     merged = "the mean" if merge.method == "mean" else f"the {merge.method} merge"
@@ -123,27 +121,3 @@ def average(
         base=None if base is None else printable(names[0]),
         averaged=averaged,
     )
-
-
-_NAMES = {"_name_or_path", "base_model_name_or_path", "peft_version", "revision", "transformers_version"}
-
-
-def _doubts(keys: Sequence[str], checkpoints: Sequence[Checkpoint]) -> Iterator[Note]:
-    """What may be wrong with the merged weights. keys: theirs.  checkpoints: that they were merged from."""
-    if any(key.endswith("running_var") for key in keys):
-        message = (
-            "BatchNorm's running statistics are merged like weights; torch.optim.swa_utils.update_bn computes new ones"
-        )
-        yield Note("batch-statistics", message)
-    if any(is_factor(adapter_key(key).role) for key in keys):
-        message = "an adapter's factors are merged one by one: their product is not the mean of the changes"
-        yield Note("factors-apart", message)
-    # PEFT's lists of names come from sets, in any order.
-    *others, last = (
-        {name: sorted(map(str, x)) if isinstance(x, list) else x for name, x in config.items() if name not in _NAMES}
-        for config in (config_beside(checkpoint, ADAPTER, CONFIG) or {} for checkpoint in checkpoints)
-    )
-    pairs = ((config, name) for config in others if config and last for name in {*config, *last})
-    if differing := {name for config, name in pairs if config.get(name) != last.get(name)}:
-        message = f"the files' configurations differ in {listed(sorted(differing))}; the last one's is used"
-        yield Note("configs-differ", message)
