@@ -264,8 +264,7 @@ def in_order(findings: Iterable[Finding], compact: Command | None, chain: Chain)
 # Messages of errors --------------------------------------------------------------------------------------------------
 
 MAX_TEXT = 100_000  # characters that are looked at
-UNKNOWN = "unknown-error"
-LOOK = "Examine the file instead: "
+UNKNOWN, LOOK = "unknown-error", "Examine the file instead: "
 
 _SHORT = {
     "<begin>": r"\A(?:(?!missing key)(?s:.))*missing key\(s\) in state_dict:\s*",  # once, however often it is there
