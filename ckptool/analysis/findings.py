@@ -332,8 +332,7 @@ def first_line(text: str, error: KnownError | None = None) -> str:
 def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = None) -> Diagnosis:
     """The meaning of an error message. No file is looked at; without a name its commands speak of FILE and OUT.
     devices: those that the file's tensors were saved on, where they are known."""
-    text = message_of(text)
-    error = recognised(text)
+    error = recognised(text := message_of(text))
     if error is None:
         what = "ckptool does not know this message" if text.strip() else "the message is empty"
         finding = Finding(UNKNOWN, what, first_line(text), advice=LOOK, advised=(command("doctor", FILE),))
