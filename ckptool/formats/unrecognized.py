@@ -13,7 +13,7 @@ import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable
 
-from ckptool.checkpoint.files import Folder, Input, Readable, folder_at
+from ckptool.checkpoint.files import Folder, Input, Readable, Source, folder_at
 from ckptool.checkpoint.paths import free_name
 from ckptool.commands import command, other_program
 from ckptool.errors import CkptoolError, Corrupt, NoCheckpointInside, NotACheckpoint, Unsupported, listed
@@ -149,8 +149,8 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         is_text = all(byte >= 32 or byte in b"\t\r\n\f" for byte in head)
     except UnicodeDecodeError:
         is_text = False
-    if not is_text and (error := read_as_text(source)) is not None:
-        return error
+    if not is_text and (sent := read_as_text(source)) is not None:
+        return sent
     if not is_text:
         what = f"{source} is not a checkpoint that ckptool knows"
         return NotACheckpoint(what, f"It begins with the bytes {head[:8].hex(' ')}.")
@@ -164,7 +164,7 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
 MAX_END, FEW = 1 << 16, 8
 
 
-def read_as_text(source: Readable) -> CkptoolError | None:
+def read_as_text(source: Source) -> CkptoolError | None:
     """The error for a binary file that a program read as text and wrote again, as its end shows; None for any other."""
     end = source.read(max(source.size - MAX_END, 0), min(source.size, MAX_END))
     try:
