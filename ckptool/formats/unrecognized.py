@@ -12,6 +12,7 @@ import os
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable
+from contextlib import suppress
 
 from ckptool.checkpoint.files import Folder, Input, Readable, Source, folder_at
 from ckptool.checkpoint.paths import free_name
@@ -111,6 +112,8 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         weights = [name for name in source.names if name.lower().endswith(_SUFFIXES)]
         if len(weights) == 1 and not any(folder_at(os.path.join(source.path, name)) for name in source.names):
             fix = f"Name the file in it: {command('inspect', os.path.join(source.path, *weights))}"
+        elif revision := _revision(source):
+            fix = f"Name a revision of the model, such as main: {command('inspect', revision)}"
         else:
             fix = f"Name a checkpoint in it; to see which: {command('scan', source.path)}"
         why = f"ckptool looked for {expected}. {held}"
@@ -159,6 +162,18 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         why = "It is an index, a configuration or an error message, not the tensors."
         return NotACheckpoint(f"{source} is a JSON file", why, f"See which files beside it have tensors: {scan}")
     return NotACheckpoint(f"{source} is a text file", f"It begins with: {head[:40].decode('utf-8', 'replace')}")
+
+
+def _revision(folder: Folder) -> str:
+    """The folder of the branch `main` of a model in a folder of the hub's cache; empty for any other folder."""
+    branch = os.path.join(folder.path, "refs", "main")
+    with suppress(OSError):
+        if os.path.isfile(branch):
+            with open(branch, encoding="utf-8", errors="replace") as file:
+                revision = file.read(64).strip()
+            path = os.path.join(folder.path, "snapshots", revision)
+            return path if revision.isalnum() and os.path.isdir(path) else ""
+    return ""
 
 
 MAX_END, FEW = 1 << 16, 8

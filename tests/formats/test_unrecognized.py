@@ -170,3 +170,14 @@ def test_the_only_file_in_a_folder_is_named(tmp_path: Path, run: Run) -> None:
     assert f"inspect {tmp_path}/lit_model.pth" in run("inspect", str(tmp_path)).err
     (tmp_path / "critic").mkdir()
     assert f"scan {tmp_path}" in run("inspect", str(tmp_path)).err
+
+
+def test_a_model_in_the_cache_of_the_hub_is_named_with_its_branch(tmp_path: Path, run: Run) -> None:
+    model = tmp_path / "models--org--m"
+    for revision in ("abc", "def"):
+        (model / "snapshots" / revision).mkdir(parents=True)
+        written(safetensors.torch.save({"w": torch.ones(2)}), model / "snapshots" / revision / "model.safetensors")
+    (model / "refs").mkdir()
+    for branch, words in (("def\n", f"such as main: ckptool inspect {model}/snapshots/def"), ("../..", "to see which")):
+        (model / "refs" / "main").write_text(branch)
+        assert words in run("inspect", str(model)).err
