@@ -17,7 +17,7 @@ from ckptool.checkpoint import StorageRef, Tensor
 from ckptool.checkpoint.nodes import Object, OrderedDict, with_article
 from ckptool.checkpoint.numpy_arrays import Array, array_tensor
 from ckptool.checkpoint.tree import address, children, item_at, walk
-from ckptool.commands import FILE, OUT, command
+from ckptool.commands import FILE, OUT, OUT_PT, command
 from ckptool.conventions import state_dicts
 from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, of_positions, without_wrappers, wrappers
 from ckptool.errors import counted, form, listed
@@ -262,11 +262,21 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
     extra = [name for name in way.fit.extra if names[name] not in reported]
     groups = tie_groups(target.tensors.values()).values() if not extra else ()
     tied_names = {name for group in groups if any(name in names for name in group) for name in group}
-    model, is_spec = {"model": target.name}, target.kind == SPEC
-    if tied := [name for name in missing if name in tied_names]:
-        missing = [name for name in missing if name not in tied_names]
-        row_name = "tied-weights, of a spec" if is_spec else "tied-weights"
-        yield finding(row_name, names=listed(tied, 3), first=tied[0], **model)
+    tied = [name for name in missing if name in tied_names]
+    missing = [name for name in missing if name not in tied_names]
+    # The command that fills up from the model, unless rules may be meant instead: then it would be refused.
+    new_shapes = {getattr(root.node[names[name]], "shape", None) for name in extra}
+    may_be_renamed = any(name in target.tensors and target.tensors[name].shape in new_shapes for name in missing)
+    model, can_fill = {"model": target.name}, target.kind != SPEC and way.fit.matched > len(shapes)
+    unequal = [(name, root.node[names[name]], target.tensors[name]) for name in shapes if name in names]
+    ways = [f"{name}={how}" for name, *two in unequal if (how := of_positions(name, *(side.shape for side in two)))]
+    skips = {"resize": ways if can_fill else [], "on_mismatch": "skip"} if shapes else {}
+    line = command("warm-start", FILE, against=target.name, **skips, out=OUT_PT if tied else OUT)
+    fixes = (line,) if can_fill and not may_be_renamed else ()
+    if tied:
+        row_name = "tied-weights, of a spec" if target.kind == SPEC else "tied-weights"
+        reason = finding(row_name, names=listed(tied, 3), first=tied[0], **model)
+        yield replace(reason, commands=fixes, advice="" if shapes else reason.advice)
     if missing or extra:
         sides = (("missing", missing), ("unexpected", extra))
         parts = [f"{len(odd):,} {form(len(odd), 'is', 'are')} {word} ({listed(odd, 2)})" for word, odd in sides if odd]
@@ -274,15 +284,11 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
         row_name = row_name if way.fit.matched > len(shapes) else "keys-differ, all of them"
         yield finding(row_name, count=counted(len(target.tensors), "key"), differ=" and ".join(parts), **model)
     if shapes:
-        unequal = [(name, root.node[names[name]], target.tensors[name]) for name in shapes if name in names]
         differ = listed([f"{name} {_shape_text(have)} against {_shape_text(want)}" for name, have, want in unequal], 3)
-        row_name = "shape-mismatch, alone" if is_spec or way.fit.matched <= len(shapes) else "shape-mismatch"
-        ways = [f"{name}={how}" for name, *two in unequal if (how := of_positions(name, *(side.shape for side in two)))]
-        is_grid = bool(ways) and row_name == "shape-mismatch"
-        row_name += ", of positions" if is_grid else ""
-        reason = finding(row_name, count=counted(len(shapes), "tensor has", "tensors have"), shapes=differ, **model)
-        line = command("warm-start", FILE, against=target.name, resize=ways, on_mismatch="skip", out=OUT)
-        yield replace(reason, commands=(line,)) if is_grid else reason
+        row_name = "shape-mismatch, of positions" if ways else "shape-mismatch"
+        row_name = row_name if fixes else "shape-mismatch, alone"
+        count = counted(len(shapes), "tensor has", "tensors have")
+        yield replace(finding(row_name, count=count, shapes=differ, **model), commands=fixes)
 
 
 def _shape_text(tensor: Any) -> str:

@@ -9,7 +9,7 @@ is used nowhere else, and numbers stay, a link is a true one. The links become f
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -39,6 +39,7 @@ LEVELS = ((4, 4), (3, 3), (2, 2), (2, 1), (1, 2), (1, 1), (0, 0))  # how many nu
 LONG, DEEP = 500, 32  # characters of a key and parts of a name; nothing is suggested for longer ones
 MOST = 10_000  # keys of a side; with more, only the prefix of a wrapper is found
 MOST_ALIKE = 64  # names of the same shapes that are compared
+MOST_WAYS = 16  # prefixes that are tried, and names with the same end
 TRIES = 300_000  # of a rule on a key; parsing a rule counts as `READING` tries
 READING = 400
 _NUMBER = re.compile(r"(?<![0-9])(?<!\.original)([0-9]{1,15})(?![0-9])")
@@ -73,6 +74,7 @@ var: variance
 _WORD = {word: line.split(":")[0] for line in _SAME.strip().splitlines() for word in line.replace(":", "").split()}
 _COMPOUND = (
     (re.compile(r"in_proj|query_key_value|qkv_proj|c_attn"), "qkv"),
+    (re.compile(r"\A([a-z_]+\.)?fc(?=\.[a-z]+\Z)"), "head"),  # a module of the model itself, as torchvision's
     (re.compile(r"\bwte\b"), "token_embed"),
     (re.compile(r"\bwpe\b"), "pos_embed"),
     (re.compile(r"layer_norm|LayerNorm"), "norm"),
@@ -141,8 +143,9 @@ class Family:
         return self.text.removeprefix(self.module)
 
 
-def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
-    """The families of keys. vary: how many numbers of a name may vary, counted from the front; others are text."""
+def families(traits: Mapping[str, Trait], vary: int | None) -> list[Family]:
+    """The families of keys. vary: how many numbers of a name may vary, counted from the front; others are text. None:
+    all do, also those that are the same in all keys."""
     by_text: dict[tuple[str, ...], list[tuple[Numbers, str]]] = defaultdict(list)
     for key in traits:
         parts = _NUMBER.split(key)
@@ -151,8 +154,8 @@ def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
     while stack:
         pieces, rows = stack.pop()
         columns = zip(*(numbers for numbers, _ in rows), strict=True)
-        varying = [index for index, column in enumerate(columns) if len(set(column)) > 1]
-        if len(varying) > vary:
+        varying = [index for index, column in enumerate(columns) if vary is None or len(set(column)) > 1]
+        if vary is not None and len(varying) > vary:
             parts_of: dict[Numbers, list[tuple[Numbers, str]]] = defaultdict(list)
             for numbers, key in rows:
                 parts_of[tuple(numbers[index] for index in varying[vary:])].append((numbers, key))
@@ -191,6 +194,15 @@ def matched(ours: Family, theirs: Family | None) -> Link | None:
     is_certain = len(traits_at) == len(goals) or any(len(traits) > 1 for traits in traits_at.values())
     keys = ((ours.keys[old], theirs.keys[new]) for old, new in zip(mine, goals, strict=True))
     return link_of([Pairing((old,), (old,), new) for old, new in keys]) if is_certain else None
+
+
+def same_numbers(ours: Family, theirs: Family | None) -> dict[str, str]:
+    """The keys of two families with the same numbers and traits, if these begin alike and one goes on at most."""
+    have, want = (dict(zip(family.keys, family.traits, strict=True)) if family else {} for family in (ours, theirs))
+    is_subset = have.keys() <= want.keys() or want.keys() <= have.keys()
+    if theirs is None or next(iter(have)) != next(iter(want)) or not is_subset:
+        return {}
+    return {key: theirs.keys[at] for at, key in ours.keys.items() if at in want and want[at] == have[at]}
 
 
 def fitted(old: Sequence[Numbers], new: Sequence[Numbers]) -> list[str] | None:
@@ -335,6 +347,21 @@ class OpenFamilies(NamedTuple):
         return any(name & near.words > shared and others.by_trait.keys().isdisjoint(near.traits) for near in same_word)
 
 
+class Way(NamedTuple):
+    """A prefix, and another that makes names the target's in its place. pairs: the keys, by the ends of their names.
+    names: those of families of both sides."""
+
+    old: str
+    new: str
+    pairs: dict[str, dict[str, str]]
+    names: frozenset[tuple[int, str]]
+
+    @property
+    def how(self) -> str:
+        new, old = printable(self.new), printable(self.old)
+        return f"with {new!r} {f'in place of {old!r}' if old else 'before them'}" if new else f"without {old!r}"
+
+
 @dataclass(slots=True, eq=False)
 class Search:
     """The search for links. free: keys of both sides that have none yet.  ways: prefixes that would fit."""
@@ -345,7 +372,7 @@ class Search:
 
     def run(self) -> None:
         """Finds all links, first with all numbers of names as variables, then with fewer."""
-        self._by_prefix(*map(families, self.free, LEVELS[0]))
+        self._by_prefix()
         for level in LEVELS if max(map(len, self.free)) <= MOST else ():
             self._by_words(*map(families, self.free, level))
 
@@ -357,36 +384,46 @@ class Search:
         for key, (_, goal) in link.goals.items():
             del self.free[0][key], self.free[1][goal]
 
-    def _by_prefix(self, *sides: list[Family]) -> None:
-        """Links names that are the same once the prefix of a wrapper is removed or added."""
-        ours, theirs = ({other.text: other for other in side if other.text.count(".") < DEEP} for side in sides)
-        votes = dict[tuple[str, str], None]()
-        for mine, others, back in ((ours, theirs, False), (theirs, ours, True)):
-            for text in mine:
-                starts = (start for start in _starts(text) if text[start:] in others)
-                votes |= {("", text[:start]) if back else (text[:start], ""): None for start in starts}
-        ways = list[tuple[str, str, dict[str, Link]]]()
-        for old, new in votes:
-            below = [text for text in ours if text.startswith(old)]
-            goals = ((text, theirs.get(new + text.removeprefix(old))) for text in below)
-            links = {text.removeprefix(old): link for text, goal in goals if (link := matched(ours[text], goal))}
-            if 2 * len(links) >= len(below):
-                ways.append((old, new, links))
-        largest = max((len(links) for *_, links in ways), default=0)
-        ways = [way for way in ways if 2 * len(way[2]) >= largest]
-        self.ways = [f"{old}* as {new}*".replace(HOLE, "*") for old, new, _ in ways]
-        for old, new, links in ways if len(ways) == 1 else ():
+    def _by_prefix(self) -> None:
+        """Links names that are the same once a prefix is removed or added, or another stands in its place."""
+        ours, theirs = ({f.text: f for f in families(free, None) if f.text.count(".") < DEEP} for free in self.free)
+        by_end = defaultdict[str, list[Family]](list)
+        for goal in theirs.values():
+            for start in _starts(goal.text):
+                by_end[goal.text[start:]].append(goal)
+        votes = Counter[tuple[str, str]]()
+        for mine, start in ((family, start) for family in ours.values() for start in _starts(family.text)):
+            old, end = mine.text[:start], mine.text[start:]
+            goals = by_end.get(end, [])
+            for goal in goals if len(goals) <= MOST_WAYS else [theirs[end]] if end in theirs else []:
+                new, is_same = goal.text.removesuffix(end), mine.unnumbered == goal.unnumbered
+                if old.split(".")[-2:-1] != new.split(".")[-2:-1] and not is_same and same_numbers(mine, goal):
+                    votes[old, new] += not contradict(words(old), words(new))
+        ways = list[Way]()
+        for old, new in (prefixes for prefixes, count in votes.most_common(MOST_WAYS) if count):
+            below = [text.removeprefix(old) for text in ours if text.startswith(old)]
+            pairs = {end: keys for end in below if (keys := same_numbers(ours[old + end], theirs.get(new + end)))}
+            names = frozenset((side, prefix + end) for side, prefix in enumerate((old, new)) for end in pairs)
+            ways += [Way(old, new, pairs, names)] if 2 * len(pairs) >= len(below) else []
+        for way in ways:
+            least = len(way.pairs) / 2
+            rivals = [other for other in ways if len(other.pairs) >= least and not other.names.isdisjoint(way.names)]
+            if len(rivals) > 1:
+                if not self.ways and len(way.pairs) == max(len(other.pairs) for other in rivals):
+                    self.ways = [f"{other.old}* as {other.new}*".replace(HOLE, "*") for other in rivals]
+                continue
             # Other names of either side that end the same after the prefix may be meant instead.
-            linked = {prefix + text for prefix in (old, new) for text in links}
-            rest = [other for side in (ours, theirs) for text, other in side.items() if text not in linked]
+            sides = ((side, other) for side, families in enumerate((ours, theirs)) for other in families.values())
+            rest = [other for side, other in sides if (side, other.text) not in way.names]
             ends = {
                 (other.text[start:], trait) for other in rest for start in _starts(other.text) for trait in other.traits
             }
-            rivals = sum(not ends.isdisjoint((text, trait) for trait in ours[old + text].traits) for text in links)
-            if 2 * rivals < len(links) or not without_wrappers(old or new):
-                how = f"with {printable(new)!r} before them" if new else f"without {printable(old)!r}"
-                for link in links.values():
-                    self._accept(link, f"{how} the names are the target's")
+            doubtful = sum(
+                not ends.isdisjoint((end, trait) for trait in ours[way.old + end].traits) for end in way.pairs
+            )
+            if doubtful < least or not without_wrappers(way.old or way.new):
+                for link in links_of({key: goal for keys in way.pairs.values() for key, goal in keys.items()}):
+                    self._accept(link, f"{way.how} the names are the target's")
 
     def _by_words(self, *sides: list[Family]) -> None:
         """Links families that have more words in common than either has with any rival, in modules whose other tensors

@@ -215,12 +215,13 @@ class _Matched(NamedTuple):
 def _match_names(keys: Sequence[str], node: Any, targets: Sequence[str], options: MatchOptions) -> _Matched:
     """Pairs by the rules and equal names, then without wrapper prefixes, then by names of older torch versions."""
     notes, excluded = list[Note](), set[str]()
-    # By the rules for the key, else by those for its form without wrappers.
-    short = {key: without_wrappers(key) for key in keys}
+    # By the rules for the key; by those for its form without wrappers, where only they give a name of the target.
+    short, bare_targets = {key: without_wrappers(key) for key in keys}, {*map(without_wrappers, targets)}
     rename, names, peeled = by_rules(options.rules, {*short, *short.values()}), dict[str, str](), list[str]()
     for key in short:
-        names[key] = rename(key)
-        if names[key] == key != short[key] and (new := rename(short[key])) != short[key]:
+        names[key], new = rename(key), rename(short[key])
+        is_whole = without_wrappers(names[key]) in bare_targets or without_wrappers(new) not in bare_targets
+        if new != short[key] != key and (names[key] == key or not is_whole):
             names[key] = new
             peeled.append(key)
     refuse_collisions(names, "the checkpoint")
