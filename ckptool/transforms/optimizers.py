@@ -42,7 +42,7 @@ def with_optimizers(
     """The part with every optimizer's slots by name or number, or flattened, and a line for each optimizer.
 
     whole: the checkpoint that contains the part; the names are looked for among its weights.  target: the model to take
-    the names from instead.
+    the names from where these do not tell, and in whose order slots are numbered.
     Raises `UsageError` for a form that does not exist, `NoMatch` where there is no optimizer, `Conflict` where it is
     not certain which parameter a number stands for, `Unsupported` for state that is not by single parameters.
     """
@@ -58,6 +58,8 @@ def with_optimizers(
     for path, optimizer in states:
         place = address((*part.base, *path))
         slots = Slots(optimizer, place)
+        if form == IDS and target is not None:
+            slots = slots.renamed(slots.names(whole, target)).in_order_of(target)
         count, changed = counted(len(slots.slots), "parameter"), slots.tree
         if form == IDS and not any(type(slot) is str for slot in slots.slots):
             line = f"numbers as keys, {count}"
@@ -132,6 +134,15 @@ class Slots:
         groups = [{**group, "param_names": list(group["params"])} for group in self.groups]
         return Slots({**self.tree, "param_groups": groups}, self.place).renamed(numbers).tree
 
+    def in_order_of(self, target: Target) -> Slots:
+        """The named slots of each group in the order of a model. Raises `Conflict` for one that it does not have."""
+        order = {name: number for number, name in enumerate(target.tensors)}
+        if absent := [slot for slot in self.slots if slot not in order]:
+            what = f"{self.called} has state for {listed(absent, 3)}, and {target.name} has no such parameter"
+            raise Conflict(what, "Its slots cannot be numbered as in the model. Nothing was written.")
+        groups = [{**group, "params": sorted(group["params"], key=order.__getitem__)} for group in self.groups]
+        return Slots({**self.tree, "param_groups": groups}, self.place)
+
     def _refuse_shared(self) -> None:
         if len(set(self.slots)) != len(self.slots):
             raise Conflict(f"{self.called} has a parameter in two groups", "No optimizer writes that.")
@@ -158,17 +169,14 @@ class Slots:
     def names(
         self, whole: Checkpoint, target: Target | None, advice: str = ADVICE, buffers: Collection[str] = ()
     ) -> dict[Any, str]:
-        """The name of every slot: as the groups give them, else by the order of the model's parameters, or those of the
-        only set of weights that fits.
+        """The name of every slot: as the groups give them, else by the order of the only set of weights beside it that
+        fits, or else by that of the model's parameters.
 
         advice: what to do where that is not known.  buffers: keys that are not parameters, skipped where there are too
         many.
         """
         if (named := self.own_names()) is not None:
             return named
-        if target is not None:
-            parameters = {tensor.name: tensor.shape or () for tensor in target.unique if tensor.kind == PARAMETER}
-            return self._names_in_order(parameters, advice, _in_model_order(target.tensors))
         roots = [root for root in find_state_dicts(replace(whole, tree=nested(whole.tree))) if root.is_model]
         fitting: dict[tuple[Any, ...], dict[Any, str]] = {}
         first_error: CkptoolError | None = None
@@ -193,6 +201,9 @@ class Slots:
                 fitting.setdefault(tuple(names.items()), names)
         if len(fitting) == 1:
             return next(iter(fitting.values()))
+        if target is not None:
+            parameters = {tensor.name: tensor.shape or () for tensor in target.unique if tensor.kind == PARAMETER}
+            return self._names_in_order(parameters, advice, _in_model_order(target.tensors))
         if first_error is not None and not fitting:
             raise first_error
         fits = f"{listed(roots, 4)} all fit" if fitting else f"{whole.source or 'the checkpoint'} holds no weights"

@@ -12,7 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import takewhile
+from itertools import chain, takewhile
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ STACKED = "e"  # the variable of stacked tensors
 VARIABLES = "nmkj"  # of rules, for the numbers of a family, of which at most as many vary
 PLAIN = tuple(f"{{{name}}}" for name in VARIABLES)
 _HELD = re.compile(f"[{HOLE}{STACK}{BREAK}]")
-LEVELS = ((4, 4), (3, 3), (2, 2), (2, 1), (1, 2), (1, 1), (0, 0))  # how many numbers of names vary: most first
+LEVELS = ((None, None), (3, 3), (2, 2), (2, 1), (1, 2), (1, 1), (0, 0))  # how many numbers of names vary: most first
 LONG, DEEP = 500, 32  # characters of a key and parts of a name; nothing is suggested for longer ones
 MOST = 10_000  # keys of a side; with more, only the prefix of a wrapper is found
 MOST_ALIKE = 64  # names of the same shapes that are compared
@@ -126,8 +126,8 @@ class Family:
 
     @cached_property
     def unnumbered(self) -> str:
-        """The name without the parts that are numbers."""
-        return re.sub(rf"(?<![^.])[0-9{HOLE}]+\.", "", self.text)
+        """The name without its numbers."""
+        return re.sub(rf"(?<![^.])[0-9{HOLE}]+\.|[0-9{HOLE}]+", "", self.text)
 
     @cached_property
     def rank(self) -> int:
@@ -196,11 +196,12 @@ def matched(ours: Family, theirs: Family | None) -> Link | None:
     return link_of([Pairing((old,), (old,), new) for old, new in keys]) if is_certain else None
 
 
-def same_numbers(ours: Family, theirs: Family | None) -> dict[str, str]:
-    """The keys of two families with the same numbers and traits, if these begin alike and one goes on at most."""
+def same_numbers(ours: Family, theirs: Family | None, end: str) -> dict[str, str]:
+    """The keys of two families with the same numbers and traits. end: the part of both names that is the same; where a
+    number comes first, it may be counted otherwise, unless all begin alike and one family at most goes on."""
     have, want = (dict(zip(family.keys, family.traits, strict=True)) if family else {} for family in (ours, theirs))
     is_subset = have.keys() <= want.keys() or want.keys() <= have.keys()
-    if theirs is None or next(iter(have)) != next(iter(want)) or not is_subset:
+    if theirs is None or (end.startswith(HOLE) and (next(iter(have)) != next(iter(want)) or not is_subset)):
         return {}
     return {key: theirs.keys[at] for at, key in ours.keys.items() if at in want and want[at] == have[at]}
 
@@ -340,11 +341,13 @@ class OpenFamilies(NamedTuple):
         """True if another of these is as near in name to `other`: with a shape of the chosen one, or nearer and with a
         shape that the other side lacks."""
         name, shared = other.words, other.words & chosen.words
-        same_trait = (near for trait in {*chosen.traits} for near in self.by_trait[trait])
-        if any(near is not chosen and not name & near.words < shared for near in same_trait):
-            return True
+        same_trait = (near for trait in {*chosen.traits} for near in self.by_trait[trait] if near is not chosen)
         same_word = (near for word in name - shared for near in self.by_word.get((word, other.rank), ()))
-        return any(name & near.words > shared and others.by_trait.keys().isdisjoint(near.traits) for near in same_word)
+        nearer = (
+            near for near in same_word if name & near.words > shared and others.by_trait.keys().isdisjoint(near.traits)
+        )
+        rivals = chain((near for near in same_trait if not name & near.words < shared), nearer)
+        return any(not contradict(name, near.words) for near in rivals)
 
 
 class Way(NamedTuple):
@@ -394,15 +397,15 @@ class Search:
         votes = Counter[tuple[str, str]]()
         for mine, start in ((family, start) for family in ours.values() for start in _starts(family.text)):
             old, end = mine.text[:start], mine.text[start:]
-            goals = by_end.get(end, [])
+            goals = by_end.get(end, []) if not start or "." in end or end in theirs else []  # a leaf is no evidence
             for goal in goals if len(goals) <= MOST_WAYS else [theirs[end]] if end in theirs else []:
                 new, is_same = goal.text.removesuffix(end), mine.unnumbered == goal.unnumbered
-                if old.split(".")[-2:-1] != new.split(".")[-2:-1] and not is_same and same_numbers(mine, goal):
+                if old.split(".")[-2:-1] != new.split(".")[-2:-1] and not is_same and same_numbers(mine, goal, end):
                     votes[old, new] += not contradict(words(old), words(new))
         ways = list[Way]()
         for old, new in (prefixes for prefixes, count in votes.most_common(MOST_WAYS) if count):
             below = [text.removeprefix(old) for text in ours if text.startswith(old)]
-            pairs = {end: keys for end in below if (keys := same_numbers(ours[old + end], theirs.get(new + end)))}
+            pairs = {end: keys for end in below if (keys := same_numbers(ours[old + end], theirs.get(new + end), end))}
             names = frozenset((side, prefix + end) for side, prefix in enumerate((old, new)) for end in pairs)
             ways += [Way(old, new, pairs, names)] if 2 * len(pairs) >= len(below) else []
         for way in ways:
@@ -550,13 +553,16 @@ def rule_text(old: str, new: str, chain: str = "") -> str:
 
 
 def suggest(
-    source: Mapping[str, Trait], target: Mapping[str, Trait], placed: Mapping[str, str] | None = None
+    source: Mapping[str, Trait],
+    target: Mapping[str, Trait],
+    placed: Mapping[str, str] | None = None,
+    originals: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Suggestion]:
     """Suggestions for keys of `source` without a counterpart in `target`, a rule each.
 
     source: all keys as the rules will see them, with their shapes; None for what has none.  placed: keys that have a
-    name of the target already; by default those that are equal. All rules together are valid, give no two keys one name
-    and change no key that is placed.
+    name of the target already; by default those that are equal.  originals: what keys were called before other rules,
+    which come after these. All rules together are valid, give no two keys one name and change no key that is placed.
     """
     placed = {key: key for key in source if key in target} if placed is None else placed
     names = set(placed.values())
@@ -566,7 +572,15 @@ def suggest(
         return []
     search = Search((ours, theirs))
     search.run()
-    suggestions, _ = written_rules(search.links, source, target, placed)
+    links = search.links
+    if originals:
+        source, placed = ({originals[key]: value for key, value in side.items()} for side in (source, placed))
+        links = [
+            renaming._replace(why=f"{link.why}; it comes before the other rules")
+            for link in links
+            for renaming in links_of({originals[key]: goal for key, (_, goal) in link.goals.items()})
+        ]
+    suggestions, _ = written_rules(links, source, target, placed)
     if len(search.ways) > 1:
         why = f"the names and shapes fit in more than one way: {listed([*map(printable, search.ways)])}"
         suggestions.append(Suggestion((), 0, 0, why))

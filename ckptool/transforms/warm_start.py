@@ -159,7 +159,8 @@ def plan_warm_start(
         ours = {without_wrappers(name): tensors[key].shape for key, name in matched.names.items() if key in tensors}
         theirs = {without_wrappers(name): e.shape for name, e in targets.items() if name not in matched.excluded}
         placed = {without_wrappers(matched.names[key]): without_wrappers(goal) for goal, key in matched.pairs.items()}
-        suggestions = suggest(ours, theirs, placed)
+        originals = {without_wrappers(name): without_wrappers(key) for key, name in matched.names.items()}
+        suggestions = suggest(ours, theirs, placed, originals if options.rules else {})
     report = LoadReport(
         source=source,
         target=target.name,
