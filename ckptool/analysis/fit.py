@@ -267,7 +267,10 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
     # The command that fills up from the model, unless rules may be meant instead: then it would be refused.
     new_shapes = {getattr(root.node[names[name]], "shape", None) for name in extra}
     may_be_renamed = any(name in target.tensors and target.tensors[name].shape in new_shapes for name in missing)
-    model, can_fill = {"model": target.name}, target.kind != SPEC and way.fit.matched > len(shapes)
+    asked = [expected for expected in target.unique if expected.name not in shapes]
+    loaded = sum(expected.numel for expected in asked if expected.name in names or expected.name in tied_names)
+    can_fill = target.kind != SPEC and way.fit.matched > len(shapes) and 2 * loaded >= sum(each.numel for each in asked)
+    model = {"model": target.name}
     unequal = [(name, root.node[names[name]], target.tensors[name]) for name in shapes if name in names]
     ways = [f"{name}={how}" for name, *two in unequal if (how := of_positions(name, *(side.shape for side in two)))]
     skips = {"resize": ways if can_fill else [], "on_mismatch": "skip"} if shapes else {}

@@ -12,7 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import chain, takewhile
+from itertools import chain, islice, takewhile
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -125,6 +125,11 @@ class Family:
         return words(self.text)
 
     @cached_property
+    def at(self) -> dict[Numbers, tuple[str, Trait]]:
+        """The keys with their traits, by their numbers."""
+        return {at: (key, trait) for (at, key), trait in zip(self.keys.items(), self.traits, strict=True)}
+
+    @cached_property
     def unnumbered(self) -> str:
         """The name without its numbers."""
         return re.sub(rf"(?<![^.])[0-9{HOLE}]+\.|[0-9{HOLE}]+", "", self.text)
@@ -199,11 +204,11 @@ def matched(ours: Family, theirs: Family | None) -> Link | None:
 def same_numbers(ours: Family, theirs: Family | None, end: str) -> dict[str, str]:
     """The keys of two families with the same numbers and traits. end: the part of both names that is the same; where a
     number comes first, it may be counted otherwise, unless all begin alike and one family at most goes on."""
-    have, want = (dict(zip(family.keys, family.traits, strict=True)) if family else {} for family in (ours, theirs))
+    have, want = ours.at, theirs.at if theirs is not None else {}
     is_subset = have.keys() <= want.keys() or want.keys() <= have.keys()
-    if theirs is None or (end.startswith(HOLE) and (next(iter(have)) != next(iter(want)) or not is_subset)):
+    if end.startswith(HOLE) and not (is_subset and have.keys() & {*islice(have, 1)} & {*islice(want, 1)}):
         return {}
-    return {key: theirs.keys[at] for at, key in ours.keys.items() if at in want and want[at] == have[at]}
+    return {key: want[at][0] for at, (key, trait) in have.items() if want.get(at, ("", key))[1] == trait}
 
 
 def fitted(old: Sequence[Numbers], new: Sequence[Numbers]) -> list[str] | None:
@@ -327,9 +332,9 @@ class OpenFamilies(NamedTuple):
     by_module: dict[str, dict[str, Family]]
 
     @classmethod
-    def of(cls, side: Iterable[Family], free: Mapping[str, Trait]) -> OpenFamilies:
+    def of(cls, side: Iterable[Family]) -> OpenFamilies:
         result = cls(defaultdict(list), defaultdict(list), defaultdict(dict))
-        for family in (family for family in side if free.keys() >= {*family.keys.values()}):
+        for family in side:
             result.by_module[family.module][family.leaf] = family
             for trait in {*family.traits}:
                 result.by_trait[trait].append(family)
@@ -351,41 +356,59 @@ class OpenFamilies(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A prefix, and another that makes names the target's in its place. pairs: the keys, by the ends of their names.
-    names: those of families of both sides."""
+    """A prefix, and another that makes names the target's in its place. pairs: the keys of both sides.
+    ends: of the names of their families."""
 
     old: str
     new: str
-    pairs: dict[str, dict[str, str]]
-    names: frozenset[tuple[int, str]]
+    pairs: dict[str, str]
+    ends: list[str]
 
-    @property
-    def how(self) -> str:
-        new, old = printable(self.new), printable(self.old)
-        return f"with {new!r} {f'in place of {old!r}' if old else 'before them'}" if new else f"without {old!r}"
+    def meets(self, other: Way) -> bool:
+        """True if a key of either side is in both."""
+        return not (
+            self.pairs.keys().isdisjoint(other.pairs) and {*self.pairs.values()}.isdisjoint(other.pairs.values())
+        )
 
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """The search for links. free: keys of both sides that have none yet.  ways: prefixes that would fit."""
+    """The search for links. free: keys of both sides that have none yet.  ways: prefixes that would fit.
+    originals: the keys of those that are searched under new names."""
 
     free: tuple[dict[str, Trait], dict[str, Trait]]
     links: list[Link] = field(default_factory=list)
     ways: list[str] = field(default_factory=list)
+    originals: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> None:
         """Finds all links, first with all numbers of names as variables, then with fewer."""
+        ours, theirs = map(dict, self.free)
         self._by_prefix()
         for level in LEVELS if max(map(len, self.free)) <= MOST else ():
-            self._by_words(*map(families, self.free, level))
+            self._by_words(level)
+        for key, (_, goal) in (item for link in self.links for item in link.goals.items()):
+            del ours[key], theirs[goal]
+        self.free = ours, theirs
 
     def _is_open(self, link: Link) -> bool:
         return all(key in self.free[0] and goal in self.free[1] for key, (_, goal) in link.goals.items())
 
     def _accept(self, link: Link, why: str) -> None:
-        self.links.append(link._replace(why=why))
         for key, (_, goal) in link.goals.items():
             del self.free[0][key], self.free[1][goal]
+        pairs = {self.originals.get(key, key): goal for key, (_, goal) in link.goals.items()}
+        links = [link] if pairs.keys() == link.goals.keys() else links_of(pairs)
+        self.links += [each._replace(why=why) for each in links]
+
+    def _search_as(self, old: str, new: str) -> None:
+        """Goes on with new names for the keys below a prefix; one that the target has is its counterpart, with another
+        shape."""
+        for key in [key for key in self.free[0] if key.startswith(old)]:
+            trait, name = self.free[0].pop(key), new + key.removeprefix(old)
+            if self.free[1].pop(name, self) is self and name not in self.free[0]:
+                self.free[0][name] = trait
+                self.originals[name] = self.originals.get(key, key)
 
     def _by_prefix(self) -> None:
         """Links names that are the same once a prefix is removed or added, or another stands in its place."""
@@ -406,35 +429,41 @@ class Search:
         for old, new in (prefixes for prefixes, count in votes.most_common(MOST_WAYS) if count):
             below = [text.removeprefix(old) for text in ours if text.startswith(old)]
             pairs = {end: keys for end in below if (keys := same_numbers(ours[old + end], theirs.get(new + end), end))}
-            names = frozenset((side, prefix + end) for side, prefix in enumerate((old, new)) for end in pairs)
-            ways += [Way(old, new, pairs, names)] if 2 * len(pairs) >= len(below) else []
+            if 2 * len(pairs) >= len(below):
+                ways.append(
+                    Way(old, new, {key: goal for keys in pairs.values() for key, goal in keys.items()}, [*pairs])
+                )
+        accepted = list[Way]()
         for way in ways:
-            least = len(way.pairs) / 2
-            rivals = [other for other in ways if len(other.pairs) >= least and not other.names.isdisjoint(way.names)]
+            least = len(way.ends) / 2
+            rivals = [other for other in ways if len(other.ends) >= least and other.meets(way)]
             if len(rivals) > 1:
-                if not self.ways and len(way.pairs) == max(len(other.pairs) for other in rivals):
+                if not self.ways and len(way.ends) == max(len(other.ends) for other in rivals):
                     self.ways = [f"{other.old}* as {other.new}*".replace(HOLE, "*") for other in rivals]
                 continue
             # Other names of either side that end the same after the prefix may be meant instead.
-            sides = ((side, other) for side, families in enumerate((ours, theirs)) for other in families.values())
-            rest = [other for side, other in sides if (side, other.text) not in way.names]
-            ends = {
-                (other.text[start:], trait) for other in rest for start in _starts(other.text) for trait in other.traits
-            }
+            linked = {prefix + end for prefix in (way.old, way.new) for end in way.ends}
+            rest = [other for side in (ours, theirs) for text, other in side.items() if text not in linked]
+            tails = {(other.text[at:], trait) for other in rest for at in _starts(other.text) for trait in other.traits}
             doubtful = sum(
-                not ends.isdisjoint((end, trait) for trait in ours[way.old + end].traits) for end in way.pairs
+                not tails.isdisjoint((end, trait) for trait in ours[way.old + end].traits) for end in way.ends
             )
             if doubtful < least or not without_wrappers(way.old or way.new):
-                for link in links_of({key: goal for keys in way.pairs.values() for key, goal in keys.items()}):
-                    self._accept(link, f"{way.how} the names are the target's")
+                old, new = printable(way.old), printable(way.new)
+                how = f"with {new!r} {f'in place of {old!r}' if old else 'before them'}" if new else f"without {old!r}"
+                for link in links_of(way.pairs):
+                    self._accept(link, f"{how} the names are the target's")
+                accepted.append(way)
+        for way in (way for way in accepted if HOLE not in way.old + way.new):
+            self._search_as(way.old, way.new)
 
-    def _by_words(self, *sides: list[Family]) -> None:
+    def _by_words(self, level: tuple[int | None, int | None]) -> None:
         """Links families that have more words in common than either has with any rival, in modules whose other tensors
         have the same ranks; and with them families of the same modules and numbers that share leaves and shapes."""
         before = -1
         while len(self.links) != before:
             before = len(self.links)
-            ours, theirs = map(OpenFamilies.of, sides, self.free)
+            ours, theirs = map(OpenFamilies.of, map(families, self.free, level))
             tried = set[tuple[int, int]]()  # a pair with a thousand shapes is met a thousand times
             for mine, shape in ((mine, shape) for shape, members in ours.by_trait.items() for mine in members):
                 goals = theirs.by_trait.get(shape, [])
@@ -574,7 +603,8 @@ def suggest(
     search.run()
     links = search.links
     if originals:
-        source, placed = ({originals[key]: value for key, value in side.items()} for side in (source, placed))
+        source = {originals[key]: shape for key, shape in source.items()}
+        placed = {originals[key]: name for key, name in placed.items()}
         links = [
             renaming._replace(why=f"{link.why}; it comes before the other rules")
             for link in links
