@@ -59,7 +59,7 @@ def with_optimizers(
         place = address((*part.base, *path))
         slots = Slots(optimizer, place)
         if form == IDS and target is not None:
-            slots = slots.renamed(slots.names(whole, target)).in_order_of(target)
+            slots = slots.renamed(slots.names(whole, target))
         count, changed = counted(len(slots.slots), "parameter"), slots.tree
         if form == IDS and not any(type(slot) is str for slot in slots.slots):
             line = f"numbers as keys, {count}"
@@ -68,7 +68,7 @@ def with_optimizers(
             if strange := [slot for slot in slots.tree["state"] if slot not in numbered]:
                 what = f"{place} has state for {listed(strange, 3)}"
                 raise Conflict(what, "No group has that parameter, so it has no number. Nothing was written.")
-            changed, line = slots.numbered(), f"{count} by number"
+            changed, line = slots.numbered(target), f"{count} by number"
         else:
             line = f"{count} by name"
             if not slots.is_named:
@@ -127,21 +127,18 @@ class Slots:
         groups = [{**group, "params": [new[slot] for slot in group["params"]]} for group in self.groups]
         return Slots({**self.tree, "state": state, "param_groups": groups}, self.place)
 
-    def numbered(self) -> dict[str, Any]:
-        """The state dict with numbers for its named slots, and the names beside them."""
+    def numbered(self, target: Target | None = None) -> dict[str, Any]:
+        """The state dict with numbers for its named slots, and the names beside them. target: the model in whose order
+        those of each group are. Raises `Conflict` for a parameter that it does not have."""
         self._refuse_shared()
-        numbers = {slot: number for number, slot in enumerate(self.slots)}
-        groups = [{**group, "param_names": list(group["params"])} for group in self.groups]
-        return Slots({**self.tree, "param_groups": groups}, self.place).renamed(numbers).tree
-
-    def in_order_of(self, target: Target) -> Slots:
-        """The named slots of each group in the order of a model. Raises `Conflict` for one that it does not have."""
-        order = {name: number for number, name in enumerate(target.tensors)}
+        order = {name: number for number, name in enumerate(self.slots if target is None else target.tensors)}
         if absent := [slot for slot in self.slots if slot not in order]:
-            what = f"{self.called} has state for {listed(absent, 3)}, and {target.name} has no such parameter"
+            what = f"{self.called} has state for {listed(absent, 3)}, and the model has no such parameter"
             raise Conflict(what, "Its slots cannot be numbered as in the model. Nothing was written.")
-        groups = [{**group, "params": sorted(group["params"], key=order.__getitem__)} for group in self.groups]
-        return Slots({**self.tree, "param_groups": groups}, self.place)
+        names = [sorted(group["params"], key=order.__getitem__) for group in self.groups]
+        numbers = {slot: number for number, slot in enumerate(slot for slots in names for slot in slots)}
+        groups = [{**g, "params": own, "param_names": own} for g, own in zip(self.groups, names, strict=True)]
+        return Slots({**self.tree, "param_groups": groups}, self.place).renamed(numbers).tree
 
     def _refuse_shared(self) -> None:
         if len(set(self.slots)) != len(self.slots):

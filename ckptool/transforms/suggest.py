@@ -317,7 +317,7 @@ def choice(names: Sequence[str]) -> str:
     return "".join([*front, "{", ",".join(middles), "}", *end])
 
 
-def _common_start(rows: Sequence[list[str]]) -> list[str]:
+def _common_start(rows: Sequence[Sequence[str]]) -> list[str]:
     return [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*rows, strict=False))]
 
 
@@ -357,18 +357,13 @@ class OpenFamilies(NamedTuple):
 
 class Way(NamedTuple):
     """A prefix, and another that makes names the target's in its place. pairs: the keys of both sides.
-    ends: of the names of their families."""
+    keys: they and their side.  ends: of the names of their families."""
 
     old: str
     new: str
     pairs: dict[str, str]
+    keys: frozenset[tuple[int, str]]
     ends: list[str]
-
-    def meets(self, other: Way) -> bool:
-        """True if a key of either side is in both."""
-        return not (
-            self.pairs.keys().isdisjoint(other.pairs) and {*self.pairs.values()}.isdisjoint(other.pairs.values())
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -422,38 +417,36 @@ class Search:
             old, end = mine.text[:start], mine.text[start:]
             goals = by_end.get(end, []) if not start or "." in end or end in theirs else []  # a leaf is no evidence
             for goal in goals if len(goals) <= MOST_WAYS else [theirs[end]] if end in theirs else []:
-                new, is_same = goal.text.removesuffix(end), mine.unnumbered == goal.unnumbered
-                if old.split(".")[-2:-1] != new.split(".")[-2:-1] and not is_same and same_numbers(mine, goal, end):
-                    votes[old, new] += not contradict(words(old), words(new))
+                new = goal.text.removesuffix(end)
+                both = len(_common_start([old, new]))
+                is_prefix = HOLE not in old[both:] + new[both:] and old.split(".")[-2:-1] != new.split(".")[-2:-1]
+                if is_prefix and same_numbers(mine, goal, end) and not contradict(words(old), words(new)):
+                    votes[old, new] += 1
         ways = list[Way]()
-        for old, new in (prefixes for prefixes, count in votes.most_common(MOST_WAYS) if count):
+        for (old, new), _ in votes.most_common(MOST_WAYS):
             below = [text.removeprefix(old) for text in ours if text.startswith(old)]
-            pairs = {end: keys for end in below if (keys := same_numbers(ours[old + end], theirs.get(new + end), end))}
-            if 2 * len(pairs) >= len(below):
-                ways.append(
-                    Way(old, new, {key: goal for keys in pairs.values() for key, goal in keys.items()}, [*pairs])
-                )
+            linked = {end: keys for end in below if (keys := same_numbers(ours[old + end], theirs.get(new + end), end))}
+            pairs = {key: goal for keys in linked.values() for key, goal in keys.items()}
+            both_sides = frozenset(item for pair in pairs.items() for item in enumerate(pair))
+            ways += [Way(old, new, pairs, both_sides, [*linked])] if 2 * len(linked) >= len(below) else []
         accepted = list[Way]()
         for way in ways:
-            least = len(way.ends) / 2
-            rivals = [other for other in ways if len(other.ends) >= least and other.meets(way)]
+            # Another prefix, or other names of either side that end the same after it, may be meant instead.
+            rivals = [other for other in ways if 2 * len(other.ends) >= len(way.ends) and way.keys & other.keys]
             if len(rivals) > 1:
-                if not self.ways and len(way.ends) == max(len(other.ends) for other in rivals):
-                    self.ways = [f"{other.old}* as {other.new}*".replace(HOLE, "*") for other in rivals]
+                self.ways = self.ways or [f"{each.old}* as {each.new}*".replace(HOLE, "*") for each in rivals]
                 continue
-            # Other names of either side that end the same after the prefix may be meant instead.
-            linked = {prefix + end for prefix in (way.old, way.new) for end in way.ends}
-            rest = [other for side in (ours, theirs) for text, other in side.items() if text not in linked]
+            names = {prefix + end for prefix in (way.old, way.new) for end in way.ends}
+            rest = [other for side in (ours, theirs) for text, other in side.items() if text not in names]
             tails = {(other.text[at:], trait) for other in rest for at in _starts(other.text) for trait in other.traits}
-            doubtful = sum(
-                not tails.isdisjoint((end, trait) for trait in ours[way.old + end].traits) for end in way.ends
-            )
-            if doubtful < least or not without_wrappers(way.old or way.new):
-                old, new = printable(way.old), printable(way.new)
-                how = f"with {new!r} {f'in place of {old!r}' if old else 'before them'}" if new else f"without {old!r}"
-                for link in links_of(way.pairs):
-                    self._accept(link, f"{how} the names are the target's")
+            doubtful = [end for end in way.ends if any((end, trait) in tails for trait in ours[way.old + end].traits)]
+            if 2 * len(doubtful) < len(way.ends) or not without_wrappers(way.old or way.new):
                 accepted.append(way)
+        for way in accepted:
+            old, new = printable(way.old), printable(way.new)
+            how = f"with {new!r} {f'in place of {old!r}' if old else 'before them'}" if new else f"without {old!r}"
+            for link in links_of(way.pairs):
+                self._accept(link, f"{how} the names are the target's")
         for way in (way for way in accepted if HOLE not in way.old + way.new):
             self._search_as(way.old, way.new)
 
@@ -582,16 +575,13 @@ def rule_text(old: str, new: str, chain: str = "") -> str:
 
 
 def suggest(
-    source: Mapping[str, Trait],
-    target: Mapping[str, Trait],
-    placed: Mapping[str, str] | None = None,
-    originals: Mapping[str, str] = MappingProxyType({}),
+    source: Mapping[str, Trait], target: Mapping[str, Trait], placed: Mapping[str, str] | None = None
 ) -> list[Suggestion]:
     """Suggestions for keys of `source` without a counterpart in `target`, a rule each.
 
     source: all keys as the rules will see them, with their shapes; None for what has none.  placed: keys that have a
-    name of the target already; by default those that are equal.  originals: what keys were called before other rules,
-    which come after these. All rules together are valid, give no two keys one name and change no key that is placed.
+    name of the target already; by default those that are equal. All rules together are valid, give no two keys one name
+    and change no key that is placed.
     """
     placed = {key: key for key in source if key in target} if placed is None else placed
     names = set(placed.values())
@@ -601,16 +591,7 @@ def suggest(
         return []
     search = Search((ours, theirs))
     search.run()
-    links = search.links
-    if originals:
-        source = {originals[key]: shape for key, shape in source.items()}
-        placed = {originals[key]: name for key, name in placed.items()}
-        links = [
-            renaming._replace(why=f"{link.why}; it comes before the other rules")
-            for link in links
-            for renaming in links_of({originals[key]: goal for key, (_, goal) in link.goals.items()})
-        ]
-    suggestions, _ = written_rules(links, source, target, placed)
+    suggestions, _ = written_rules(search.links, source, target, placed)
     if len(search.ways) > 1:
         why = f"the names and shapes fit in more than one way: {listed([*map(printable, search.ways)])}"
         suggestions.append(Suggestion((), 0, 0, why))

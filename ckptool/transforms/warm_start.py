@@ -153,14 +153,14 @@ def plan_warm_start(
     met = {*chosen, *states, *matched.supplied, *matched.excluded, *(fact.target for fact in mismatched)}
     taken = {*matched.pairs.values(), *states.values()}
     left = {key: name for key, name in matched.names.items() if key not in taken}
-    suggestions: list[Suggestion] = []
+    suggestions, short = list[Suggestion](), {key: without_wrappers(key) for key in tensors}
     if len(matched.pairs) != len(targets) and not left.keys().isdisjoint(tensors):
         # Rules that would make more fit, for names as rules see them: without the prefixes that are removed anyway.
-        ours = {without_wrappers(name): tensors[key].shape for key, name in matched.names.items() if key in tensors}
+        ours = {short[key]: tensors[key].shape for key in matched.names if key in tensors}
         theirs = {without_wrappers(name): e.shape for name, e in targets.items() if name not in matched.excluded}
-        placed = {without_wrappers(matched.names[key]): without_wrappers(goal) for goal, key in matched.pairs.items()}
-        originals = {without_wrappers(name): without_wrappers(key) for key, name in matched.names.items()}
-        suggestions = suggest(ours, theirs, placed, originals if options.rules else {})
+        placed = {short[key]: without_wrappers(goal) for goal, key in matched.pairs.items()}
+        order = "; to be given before the other rules" if options.rules else ""
+        suggestions = [replace(hint, why=hint.why + order) for hint in suggest(ours, theirs, placed)]
     report = LoadReport(
         source=source,
         target=target.name,
