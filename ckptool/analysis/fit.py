@@ -19,7 +19,7 @@ from ckptool.checkpoint.numpy_arrays import Array, array_tensor
 from ckptool.checkpoint.tree import address, children, item_at, walk
 from ckptool.commands import FILE, OUT, OUT_PT, command
 from ckptool.conventions import state_dicts
-from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, of_positions, without_wrappers, wrappers
+from ckptool.conventions.state_dicts import COUNTER, StateDict, of_positions, without_wrappers, wrappers
 from ckptool.errors import counted, form, listed
 from ckptool.facts import dataclass, replace
 from ckptool.formats import named
@@ -213,7 +213,7 @@ def find_way(root: StateDict, target: Target) -> Way:
     bare = {without_wrappers(key): key for key in keys}
     if any(map(wrappers, keys)) and len(bare) == len(keys):
         unwrapped = fit(root, target, bare)
-        way = Way(unwrapped, (), True) if unwrapped.matched > way.fit.matched else way
+        way = Way(unwrapped, (), True) if unwrapped.matched >= way.fit.matched else way
     if COUNTER in way.fit.extra:
         uncounted = {name: key for name, key in way.fit.names.items() if name != COUNTER}
         way = Way(fit(root, target, uncounted), (finding("averaged-counter", model=target.name),), way.unwraps)
@@ -234,8 +234,9 @@ def find_way(root: StateDict, target: Target) -> Way:
         row_name = "prefix, some have it" if len(stripped) < len(names) else "prefix, all have it"
         consider((average, -len(stripped), prefix), row_name, prefix, stripped, len(target.tensors))
     for prefix in () if improvements else _prefixes(names, target.tensors):
-        row_name = "prefix, the model is wrapped" if prefix == PEELED else "prefix, the model has it"
-        consider((), row_name, prefix, {prefix + name: key for name, key in names.items()}, len(names))
+        consider(
+            (), "prefix, the model has it", prefix, {prefix + name: key for name, key in names.items()}, len(names)
+        )
     return min(improvements, key=itemgetter(0))[1] if improvements else way
 
 
@@ -262,36 +263,32 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
     extra = [name for name in way.fit.extra if names[name] not in reported]
     groups = tie_groups(target.tensors.values()).values() if not extra else ()
     tied_names = {name for group in groups if any(name in names for name in group) for name in group}
-    tied = [name for name in missing if name in tied_names]
-    missing = [name for name in missing if name not in tied_names]
-    # The command that fills up from the model, unless rules may be meant instead: then it would be refused.
-    new_shapes = {getattr(root.node[names[name]], "shape", None) for name in extra}
-    may_be_renamed = any(name in target.tensors and target.tensors[name].shape in new_shapes for name in missing)
-    asked = [expected for expected in target.unique if expected.name not in shapes]
-    loaded = sum(expected.numel for expected in asked if expected.name in names or expected.name in tied_names)
-    can_fill = target.kind != SPEC and way.fit.matched > len(shapes) and 2 * loaded >= sum(each.numel for each in asked)
+    tied, missing = ([name for name in missing if (name in tied_names) is is_tied] for is_tied in (True, False))
     model = {"model": target.name}
     unequal = [(name, root.node[names[name]], target.tensors[name]) for name in shapes if name in names]
     ways = [f"{name}={how}" for name, *two in unequal if (how := of_positions(name, *(side.shape for side in two)))]
-    skips = {"resize": ways if can_fill else [], "on_mismatch": "skip"} if shapes else {}
+    skips = {"resize": ways, "on_mismatch": "skip"} if shapes else {}
     line = command("warm-start", FILE, against=target.name, **skips, out=OUT_PT if tied else OUT)
-    fixes = (line,) if can_fill and not may_be_renamed else ()
+    # Where rules may be meant instead, it would be refused.
+    new_shapes = {getattr(root.node[names[name]], "shape", None) for name in extra}
+    is_renamed = any(name in target.tensors and target.tensors[name].shape in new_shapes for name in missing)
+    fixes = () if target.kind == SPEC or is_renamed or way.fit.matched <= len(shapes) else (line,)
     if tied:
-        row_name = "tied-weights, of a spec" if target.kind == SPEC else "tied-weights"
-        reason = finding(row_name, names=listed(tied, 3), first=tied[0], **model)
+        reason = finding("tied-weights", names=listed(tied, 3), first=tied[0], **model)
         yield replace(reason, commands=fixes, advice="" if shapes else reason.advice)
     if missing or extra:
         sides = (("missing", missing), ("unexpected", extra))
         parts = [f"{len(odd):,} {form(len(odd), 'is', 'are')} {word} ({listed(odd, 2)})" for word, odd in sides if odd]
-        row_name = "keys-differ, and shapes" if shapes else "keys-differ"
-        row_name = row_name if way.fit.matched > len(shapes) else "keys-differ, all of them"
-        yield finding(row_name, count=counted(len(target.tensors), "key"), differ=" and ".join(parts), **model)
+        row_name = "keys-differ" if way.fit.matched > len(shapes) else "keys-differ, all of them"
+        reason = finding(row_name, count=counted(len(target.tensors), "key"), differ=" and ".join(parts), **model)
+        look = command("warm-start", FILE, against=target.name, on_mismatch="skip" if shapes else "")
+        yield replace(reason, advised=(look,))
     if shapes:
         differ = listed([f"{name} {_shape_text(have)} against {_shape_text(want)}" for name, have, want in unequal], 3)
         row_name = "shape-mismatch, of positions" if ways else "shape-mismatch"
-        row_name = row_name if fixes else "shape-mismatch, alone"
         count = counted(len(shapes), "tensor has", "tensors have")
-        yield replace(finding(row_name, count=count, shapes=differ, **model), commands=fixes)
+        reason = finding(row_name, count=count, shapes=differ, **model)
+        yield replace(reason, commands=fixes, advice=reason.advice if fixes else "")
 
 
 def _shape_text(tensor: Any) -> str:

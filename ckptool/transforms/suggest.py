@@ -125,11 +125,6 @@ class Family:
         return words(self.text)
 
     @cached_property
-    def at(self) -> dict[Numbers, tuple[str, Trait]]:
-        """The keys with their traits, by their numbers."""
-        return {at: (key, trait) for (at, key), trait in zip(self.keys.items(), self.traits, strict=True)}
-
-    @cached_property
     def unnumbered(self) -> str:
         """The name without its numbers."""
         return re.sub(rf"(?<![^.])[0-9{HOLE}]+\.|[0-9{HOLE}]+", "", self.text)
@@ -204,11 +199,11 @@ def matched(ours: Family, theirs: Family | None) -> Link | None:
 def same_numbers(ours: Family, theirs: Family | None, end: str) -> dict[str, str]:
     """The keys of two families with the same numbers and traits. end: the part of both names that is the same; where a
     number comes first, it may be counted otherwise, unless all begin alike and one family at most goes on."""
-    have, want = ours.at, theirs.at if theirs is not None else {}
-    is_subset = have.keys() <= want.keys() or want.keys() <= have.keys()
-    if end.startswith(HOLE) and not (is_subset and have.keys() & {*islice(have, 1)} & {*islice(want, 1)}):
+    have, want = (dict(zip(family.keys, family.traits, strict=True)) if family else {} for family in (ours, theirs))
+    is_alike = {*islice(have, 1)} == {*islice(want, 1)} and (have.keys() <= want.keys() or want.keys() <= have.keys())
+    if theirs is None or (end.startswith(HOLE) and not is_alike):
         return {}
-    return {key: want[at][0] for at, (key, trait) in have.items() if want.get(at, ("", key))[1] == trait}
+    return {key: theirs.keys[at] for at, key in ours.keys.items() if at in want and want[at] == have[at]}
 
 
 def fitted(old: Sequence[Numbers], new: Sequence[Numbers]) -> list[str] | None:
@@ -355,17 +350,6 @@ class OpenFamilies(NamedTuple):
         return any(not contradict(name, near.words) for near in rivals)
 
 
-class Way(NamedTuple):
-    """A prefix, and another that makes names the target's in its place. pairs: the keys of both sides.
-    keys: they and their side.  ends: of the names of their families."""
-
-    old: str
-    new: str
-    pairs: dict[str, str]
-    keys: frozenset[tuple[int, str]]
-    ends: list[str]
-
-
 @dataclass(slots=True, eq=False)
 class Search:
     """The search for links. free: keys of both sides that have none yet.  ways: prefixes that would fit.
@@ -422,33 +406,31 @@ class Search:
                 is_prefix = HOLE not in old[both:] + new[both:] and old.split(".")[-2:-1] != new.split(".")[-2:-1]
                 if is_prefix and same_numbers(mine, goal, end) and not contradict(words(old), words(new)):
                     votes[old, new] += 1
-        ways = list[Way]()
+        ways = list[tuple[str, str, dict[str, dict[str, str]], set[tuple[int, str]]]]()
         for (old, new), _ in votes.most_common(MOST_WAYS):
             below = [text.removeprefix(old) for text in ours if text.startswith(old)]
-            linked = {end: keys for end in below if (keys := same_numbers(ours[old + end], theirs.get(new + end), end))}
-            pairs = {key: goal for keys in linked.values() for key, goal in keys.items()}
-            both_sides = frozenset(item for pair in pairs.items() for item in enumerate(pair))
-            ways += [Way(old, new, pairs, both_sides, [*linked])] if 2 * len(linked) >= len(below) else []
-        accepted = list[Way]()
-        for way in ways:
+            pairs = {end: keys for end in below if (keys := same_numbers(ours[old + end], theirs.get(new + end), end))}
+            of_both = {side_key for linked in pairs.values() for pair in linked.items() for side_key in enumerate(pair)}
+            ways += [(old, new, pairs, of_both)] if 2 * len(pairs) >= len(below) else []
+        accepted = list[tuple[str, str]]()
+        for old, new, pairs, of_both in ways:
             # Another prefix, or other names of either side that end the same after it, may be meant instead.
-            rivals = [other for other in ways if 2 * len(other.ends) >= len(way.ends) and way.keys & other.keys]
+            rivals = [way for way in ways if 2 * len(way[2]) >= len(pairs) and not of_both.isdisjoint(way[3])]
             if len(rivals) > 1:
-                self.ways = self.ways or [f"{each.old}* as {each.new}*".replace(HOLE, "*") for each in rivals]
+                self.ways = self.ways or [f"{way[0]}* as {way[1]}*".replace(HOLE, "*") for way in rivals]
                 continue
-            names = {prefix + end for prefix in (way.old, way.new) for end in way.ends}
+            names = {prefix + end for prefix in (old, new) for end in pairs}
             rest = [other for side in (ours, theirs) for text, other in side.items() if text not in names]
             tails = {(other.text[at:], trait) for other in rest for at in _starts(other.text) for trait in other.traits}
-            doubtful = [end for end in way.ends if any((end, trait) in tails for trait in ours[way.old + end].traits)]
-            if 2 * len(doubtful) < len(way.ends) or not without_wrappers(way.old or way.new):
-                accepted.append(way)
-        for way in accepted:
-            old, new = printable(way.old), printable(way.new)
-            how = f"with {new!r} {f'in place of {old!r}' if old else 'before them'}" if new else f"without {old!r}"
-            for link in links_of(way.pairs):
-                self._accept(link, f"{how} the names are the target's")
-        for way in (way for way in accepted if HOLE not in way.old + way.new):
-            self._search_as(way.old, way.new)
+            doubtful = [end for end in pairs if any((end, trait) in tails for trait in ours[old + end].traits)]
+            if 2 * len(doubtful) < len(pairs) or not without_wrappers(old or new):
+                instead = f"in place of {printable(old)!r}" if old else "before them"
+                how = f"with {printable(new)!r} {instead}" if new else f"without {printable(old)!r}"
+                for link in links_of({key: goal for keys in pairs.values() for key, goal in keys.items()}):
+                    self._accept(link, f"{how} the names are the target's")
+                accepted += [(old, new)] if HOLE not in old + new else []
+        for old, new in accepted:
+            self._search_as(old, new)
 
     def _by_words(self, level: tuple[int | None, int | None]) -> None:
         """Links families that have more words in common than either has with any rival, in modules whose other tensors
