@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckptool
 from ckptool.checkpoint import TensorEntry
@@ -15,6 +16,7 @@ from tests.support.files import written
 from tests.support.hostile_inputs import pickle_zip, state_pickle, storage, tensor
 from tests.support.hostile_tensors import ACCEPTED, REFUSED
 from tests.support.looped import looped
+from tests.support.same import assert_same_objects
 from tests.support.watched import LOOKING, Seen, Watched, watched
 
 
@@ -55,6 +57,12 @@ def test_odd_tensors_are_shown(title: str, see: Callable[..., Seen]) -> None:
     codes = see(pickle_zip(*ACCEPTED[title])).codes()
     assert {codes[command] for command in LOOKING} <= {"ok"}
     assert set(codes.values()) <= {"ok", "conflict", "unsupported", "usage"}, codes
+
+
+@looped("title", [title for title in ACCEPTED if not title.startswith(("96", "100", "101"))])
+def test_odd_tensors_are_those_that_torch_reads(title: str, tmp_path: Path) -> None:
+    file = written(pickle_zip(*ACCEPTED[title]), tmp_path / "a.pt")
+    assert_same_objects(torch.load(file, weights_only=True), ckptool.load(file))
 
 
 def test_storage_keys_are_never_paths(tmp_path: Path) -> None:

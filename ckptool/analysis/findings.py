@@ -122,17 +122,8 @@ FIXED_ABOVE = "The commands above fix this as well."
 # Findings -------------------------------------------------------------------------------------------------------------
 
 
-class Stage(IntEnum):
-    """The turn of a finding's commands: those of an earlier stage write the file that the later ones work on."""
-
-    CONTAINER = 1
-    VALUES = 2
-    WRAPPERS = 3
-    DEVICES = 4
-    PLACE = 5
-    ENTRIES = 6
-    MODEL = 7
-    BETTER = 8
+# The turn of a finding's commands: those of an earlier stage write the file that the later ones work on.
+Stage = IntEnum("Stage", "CONTAINER VALUES WRAPPERS DEVICES PLACE ENTRIES MODEL BETTER")
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,14 +263,28 @@ def in_order(findings: Iterable[Finding], compact: Command | None, chain: Chain)
 
 # Messages of errors --------------------------------------------------------------------------------------------------
 
-MAX_TEXT = 100_000  # characters of a message that are looked at
-UNKNOWN = "unknown-error"
-LOOK = "Examine the file instead: "
+MAX_TEXT = 100_000  # characters that are looked at
+UNKNOWN, LOOK = "unknown-error", "Examine the file instead: "
 
 _SHORT = {
     "<begin>": r"\A(?:(?!missing key)(?s:.))*missing key\(s\) in state_dict:\s*",  # once, however often it is there
     "<q>": "[\"']",
 }
+# Lines of a traceback that are no message: of Python, behind `[rank0]:`, too; of IPython; of rich. What stands in them,
+# such as `weights_only=True`, says nothing of what went wrong.
+_FRAMES = re.compile(
+    r'^(?P<indent>.*?)File "[^"\n]*", line \d+.*\n(?:(?P=indent)[ \t].*\n?)*'
+    r"|^(?:Cell In|File \S+:\d|-+> ?\d|[ \t]+\d+ |[│╭╰]|.*Traceback \(most recent call last\)).*\n?",
+    re.MULTILINE,
+)
+
+
+def message_of(text: str) -> str:
+    """What a log says from its first traceback on, without the lines of source in it; of pytest's, the lines with E."""
+    text = text[-MAX_TEXT:]  # the error ends it
+    if failed := re.findall(r"^E  ( .*\n?)", text, re.MULTILINE):
+        return "".join(failed)
+    return _FRAMES.sub("", text[max(text.find("Traceback (most recent call last)"), 0) :])
 
 
 class KnownError(NamedTuple):
@@ -327,7 +332,7 @@ def first_line(text: str, error: KnownError | None = None) -> str:
 def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = None) -> Diagnosis:
     """The meaning of an error message. No file is looked at; without a name its commands speak of FILE and OUT.
     devices: those that the file's tensors were saved on, where they are known."""
-    error = recognised(text)
+    error = recognised(text := message_of(text))
     if error is None:
         what = "ckptool does not know this message" if text.strip() else "the message is empty"
         finding = Finding(UNKNOWN, what, first_line(text), advice=LOOK, advised=(command("doctor", FILE),))

@@ -80,7 +80,7 @@ def of_layout(
             is_own = isinstance(node, Object) and key in (node.attributes or ()) and str(key).isidentifier()
             expression += f".{key}" if is_own else f"[{key!r}]"
             node = dict(children(node)).get(key)
-        expression += ".state_dict()" if root.module is not None else ""
+        expression += root.call
         if root is sole and named(contents.container).is_folder:  # which torch.load does not read
             expression = f"ckptool.load({f'{contents.file}#{root.address}'!r})"
         facts = {"place": address(root.path), "top": str(tops[0]), "python": expression}

@@ -219,8 +219,8 @@ class Scan(Report):
             yield from self.files[0].told()
             return
         count = sum(file.state != MEMBER for file in self.files)
-        damaged = sum(file.is_wrong for file in self.files)
-        damage = [", ", red(f"{damaged:,} not good")] if damaged else []
+        wrong = [f"{self._relative(file)} ({file.state})" for file in self.files if file.is_wrong]
+        damage = [", ", red(f"{len(wrong):,} not good")] if wrong else []
         others = f", {counted(self.other_files, 'other file')}" if self.other_files else ""
         yield bold(self.path), f": {counted(count, 'checkpoint')}", *damage, others
         if self.latest is not None and len(self.files) > 1:
@@ -235,7 +235,6 @@ class Scan(Report):
             facts = ", ".join(f"{states[state]:,} {state}" for state in sorted(states, key=lambda state: state != GOOD))
             nbytes = size(sum(file.bytes for file in self.files))
             yield bold(f"{counted(len(self.files), 'file')}, {nbytes}: {facts}")
-            wrong = [f"{self._relative(file)} ({file.state})" for file in self.files if file.is_wrong]
             yield f"not good: {listed(wrong, 6)}" if wrong and len(self.files) > MANY else None
         if not self.full and any(file.is_good for file in self.files):
             data = "data checksums were not verified (--full does)"
@@ -257,8 +256,8 @@ class Scan(Report):
 # What is looked at ----------------------------------------------------------------------------------------------------
 
 
-def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs: Jobs = 1) -> Scan:
-    """Looks at every checkpoint below a folder, or at one file, without running anything; see the verb."""
+def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs: Jobs = 1, again: int = 3) -> Scan:
+    """The state of every checkpoint below a folder, or of one file; see the verb. again: lists that may be outdated."""
     name = named_urls(os.fspath(path))
     if not folder_at(name):
         row = _file_row(full, name)
@@ -279,6 +278,7 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
                 rows += [] if is_gone else [_damaged_row(file, error)]
             except Exception as bug:  # noqa: BLE001 (whatever goes wrong in one file says nothing about the others)
                 rows.append(_damaged_row(file, Corrupt(f"ckptool could not judge it ({type(bug).__name__}: {bug!s})")))
+    gone = len(files) - len(rows)  # meanwhile, as by a run that keeps the last few
     torn = ("corrupt", "truncated", "unsupported")  # before the damage, there may be a call
     rows = [
         row for row in rows if files[row.path] or row.calls or (row.state in torn and reaches_a_call(Source(row.path)))
@@ -286,9 +286,11 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
     good = [row for row in rows if row.is_good and files[row.path]]
     good = [row for row in good if row.is_model] or good  # rather than an optimizer or a data loader by itself
     good = [row for row in good if not is_set_aside(row.path[len(name) :].rstrip("/"))] or good
+    if latest_only and gone and again and not good:
+        return scan(path, latest_only=latest_only, full=full, jobs=jobs, again=again - 1)
     latest, by = _newest(good)
     shown = ((latest,) if latest else ()) if latest_only else tuple(rows)
-    return Scan(name, True, len(entries) - len(rows), latest, by, full, latest_only, shown)
+    return Scan(name, True, len(entries) - gone - len(rows), latest, by, full, latest_only, shown)
 
 
 def _newest(good: list[ScannedFile]) -> tuple[ScannedFile | None, str]:
@@ -313,32 +315,33 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
     stack = [folder]
     while stack:
         current = stack.pop()
+        # The checkpoints of this folder (as a rule the folder itself), and the names in it that belong to them.
+        entries, checkpoints, claimed = [], list[str](), set[str]()
         try:
             entries = entries_of(current)
+            if _is_checkpoint(current) and not megatron.is_run(source := Folder(current)):  # each iteration of one is
+                candidates = sharded.candidates(source)
+                claimed = sharded.belonging(source) | members.claimed(source)
+                with suppress(CkptoolError):  # of a file that cannot be read, as a link that leads nowhere
+                    claimed |= deepspeed.belonging(source)
+                    claimed -= deepspeed.other_tags(source)
+                claimed |= torch_checkpointing.belonging(source)
+                unclaimed = {*source.names} - claimed
+                has_others = any(name.lower().endswith((".pt", ".pth", ".ckpt", ".safetensors")) for name in unclaimed)
+                is_single = (current == folder or has_others) and len(claimed) == 1  # a file among others
+                names = candidates if is_single or len(candidates) > 1 else ()
+                checkpoints = [os.path.join(current, name) for name in names] or [current]
         except CkptoolError:
-            if current == folder:
+            if current == folder or (entries and may_exist(current)):
                 raise
-            continue
+            continue  # it may not be read, or is gone
         count += len(entries)
         if count > MAX_FILES:
             raise UsageError(f"{folder} holds more than {MAX_FILES:,} files", "Name a folder below it.")
         if is_url(folder) and current.count("/") > folder.count("/") + MAX_DEPTH:
             why = "The server probably answers any name with the same page."
             raise UsageError(f"{folder} has more than {MAX_DEPTH} levels of folders", why, "Name a file in it.")
-        # The checkpoints of this folder (as a rule the folder itself), and the names in it that belong to them.
-        claimed = set[str]()
-        if _is_checkpoint(current) and not megatron.is_run(source := Folder(current)):  # each iteration of a run is one
-            candidates = sharded.candidates(source)
-            claimed = sharded.belonging(source) | members.claimed(source)
-            with suppress(CkptoolError):  # of a file that cannot be read, as a link that leads nowhere
-                claimed |= deepspeed.belonging(source)
-                claimed -= deepspeed.other_tags(source)
-            claimed |= torch_checkpointing.belonging(source)
-            unclaimed = {*source.names} - claimed
-            has_others = any(name.lower().endswith((".pt", ".pth", ".ckpt", ".safetensors")) for name in unclaimed)
-            is_single = (current == folder or has_others) and len(claimed) == 1  # a file among others
-            separate = len(candidates) > 1 or (is_single and candidates)
-            yield from ((os.path.join(current, name), True) for name in candidates) if separate else [(current, True)]
+        yield from ((path, True) for path in checkpoints)
         subfolders: list[str] = []
         for name, is_folder, is_file in entries:
             path = os.path.join(current, name, *[""] * (is_folder and is_url(current)))  # as web servers want it
@@ -348,8 +351,7 @@ def _files(folder: str) -> Iterator[tuple[str, bool | None]]:
                 if not name.startswith(".") or _is_checkpoint(path):
                     subfolders.append(path)
             elif is_file:
-                suffix = os.path.splitext(name)[1].lower()
-                by_name = suffix in SUFFIXES and name not in _BESIDE and not name.startswith(".")
+                by_name = os.path.splitext(name)[1].lower() in SUFFIXES and name not in _BESIDE and name[0] != "."
                 is_named: bool | None = by_name or None
                 with suppress(CkptoolError):
                     if not by_name and is_pickled(Source(path)):
@@ -381,7 +383,7 @@ def _file_row(full: bool, path: str) -> ScannedFile:
     if full:
         from ckptool.analysis.verify import ALL, verified
 
-        report = verified(open_input(path))[0]
+        report = verified(checkpoint)[0]
         notes = [*(note for note in report.notes if note.code == unwritten.HALF_WAY), *notes]
         if report.checksums != ALL:
             codes[NO_SUMS] = None
@@ -396,7 +398,6 @@ def _file_row(full: bool, path: str) -> ScannedFile:
         state, problem = MEMBER, "belongs to weights, and is not a checkpoint by itself"
     else:
         state, problem = (notes[0].code, notes[0].message) if notes else (GOOD, "")
-    nbytes, modified = size_at(path)
     step_facts = {key: value for key, value in checkpoint.metadata.items() if key == "step"}
     count = 0
     if folder_at(path):
@@ -404,7 +405,8 @@ def _file_row(full: bool, path: str) -> ScannedFile:
         count = layout.count if layout is not None else 0
         step_facts |= members.step_of(path)
     source: Any = checkpoint.source
-    if isinstance(source, Folder) or source.far:  # a listing of a folder elsewhere has neither sizes nor times
+    nbytes, modified = size_at(path)
+    if isinstance(source, Folder) or source.far or not modified:  # elsewhere a listing has no sizes; or it is gone
         nbytes = source.size
     if source.far:
         opened = source.files.values() if isinstance(source, Folder) else [source]
@@ -414,8 +416,7 @@ def _file_row(full: bool, path: str) -> ScannedFile:
     places: dict[tuple[str, str, str], list[str]] = {}
     counts = Counter[tuple[str, str, str]]()
     for use, place in all_uses(checkpoint):
-        kind = (use.name, use.how, use.verdict)
-        counts[kind] += 1
+        counts[kind := (use.name, use.how, use.verdict)] += 1
         addresses = places.setdefault(kind, [])
         if len(addresses) < MAX_PLACES and place not in addresses:
             addresses.append(place)

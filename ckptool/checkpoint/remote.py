@@ -107,7 +107,7 @@ def asking(url: str) -> tuple[Ask, bool]:
     if is_kind(fs, "http", "https"):
         return partial(_get, fs, path, url, {}), True
     if is_kind(fs, "s3"):
-        return lambda start, stop: _answer_of(url, _get_object(fs, path, start, stop)), True
+        return lambda start, stop: _answer_of(url, _get_object(fs, path, url, start, stop)), True
     info: dict[str, Any] = {}  # as the file system gave it before the first range
 
     async def ask(start: int, stop: int) -> Served:
@@ -144,6 +144,8 @@ async def _answer_of(url: str, answer: Awaitable[Result]) -> Result:
         raise file_problem(FileNotFoundError(ENOENT, ""), url, "read") from error
     except IsADirectoryError:
         raise _IsFolder from None
+    except CkptoolError:
+        raise
     except Exception as error:
         message = foreign(f"{type(error).__name__}: {error}")
         if type(error) in (ValueError, TypeError, NotImplementedError):  # of what was asked, not of the moment
@@ -154,8 +156,8 @@ async def _answer_of(url: str, answer: Awaitable[Result]) -> Result:
         raise _Again(message) from error
 
 
-async def _get_object(fs: Any, path: str, start: int, stop: int) -> Served:
-    """A range of an object in S3, with the size and tag from the same answer."""
+async def _get_object(fs: Any, path: str, url: str, start: int, stop: int) -> Served:
+    """A range of an object in S3, with the size and tag from the same answer. Raises `FileProblem` for another one."""
     bucket, key, version = fs.split_path(path)
     if not key:
         raise IsADirectoryError(path)
@@ -168,7 +170,10 @@ async def _get_object(fs: Any, path: str, start: int, stop: int) -> Served:
         head = await fs._call_s3("head_object", **request)  # no bytes in that range: the object is empty, or was cut
         return Served(b"", head["ContentLength"], head["ETag"], 0)
     async with response["Body"] as body:
-        size = int(response["ContentRange"].rpartition("/")[2])
+        place = response.get("ContentRange", "bytes 0-")  # not every store knows ranges
+        if not place.startswith(f"bytes {start}-") or response["ContentLength"] > stop - start:
+            raise _no_ranges(url, f"It was asked for bytes from {start:,}, and answered with {place[:80]!r}.")
+        size = int(place.rpartition("/")[2]) if "/" in place else response["ContentLength"]
         return Served(await body.read(), size, response["ETag"], response["LastModified"])
 
 
@@ -235,7 +240,8 @@ def _denied(url: str, message: str) -> CkptoolError:
 
 def _no_ranges(url: str, why: str) -> FileProblem:
     name = free_name(os.path.basename(url.partition("?")[0]) or "checkpoint", ".new")  # curl replaces what is there
-    fix = f"Download it, and name the file: {other_program('curl -Lo', name, url)}"
+    program = other_program("curl -Lo", name, url) if is_web(url) else other_program("aws s3 cp", url, name)
+    fix = f"Download it, and name the file: {program}"
     return FileProblem(f"{url}: its server does not support range requests", why, fix)
 
 

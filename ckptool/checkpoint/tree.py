@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ckptool.checkpoint import Composite, Flags, Storage, StorageRef, Tensor, TensorEntry
 from ckptool.checkpoint.graph import COPY, FromParts, GraphMapper, alike, same, structural_parts, visit
-from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set, same_kind
+from ckptool.checkpoint.nodes import MISSING, Object, OrderedDict, Set, canonical, same_kind
 from ckptool.commands import FILE, command
 from ckptool.errors import Ambiguous, LimitExceeded, MissingKey, UsageError, counted, listed
 
@@ -321,6 +321,12 @@ MAX_NAMES = 32 << 20  # characters of all names together, and 64 for each module
 _PARTS = ("_parameters", "_buffers", "_modules")
 
 
+def method_owner(node: Any) -> Any:
+    """The object whose method `state_dict` was saved, as in `torch.save(model.state_dict, …)`; else the node itself."""
+    is_method = type(node) is Object and canonical(node.fn) == "builtins.getattr" and node.args[1:] == ("state_dict",)
+    return node.args[0] if is_method else node
+
+
 def module_attributes(node: Any) -> dict[Any, Any] | None:
     """The attributes of a pickled module, with its `_parameters`, `_buffers` and `_modules`; None for anything else."""
     if type(node) is not Object:
@@ -333,6 +339,8 @@ def module_attributes(node: Any) -> dict[Any, Any] | None:
             attributes = {"_parameters": {}, "_buffers": {}, "_modules": {"_orig_mod": node.args[0]}}
         elif node.name.endswith("._reconstruct_persistent_obj") and isinstance(node.args[0], dict):  # of StyleGAN, EDM
             attributes = node.args[0].get("state")
+        elif (owner := method_owner(node)) is not node:
+            return module_attributes(owner)
     if not isinstance(attributes, dict) or not all(isinstance(attributes.get(part), dict) for part in _PARTS):
         return None
     return attributes if all(type(name) is str for part in _PARTS for name in attributes[part]) else None
@@ -411,3 +419,9 @@ def detached(value: Any) -> Tensor | None:
     if not isinstance(value, TensorEntry):
         return value if isinstance(value, Composite) else None
     return value.with_flags(Flags(conj=value.flags.conj, neg=value.flags.neg))
+
+
+def is_meta(tensor: Tensor) -> bool:
+    """True for one that was saved from the device meta, or a parameter that is one: it has a shape, and no values."""
+    inner = detached(tensor) if type(tensor) is Composite else None
+    return type(inner) is Composite and inner.kind == "meta"

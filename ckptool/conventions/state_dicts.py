@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isqrt
 from typing import Any
 
@@ -23,6 +23,7 @@ from ckptool.checkpoint.tree import (
     children,
     detached,
     find,
+    method_owner,
     module_attributes,
     module_state_dict,
     tensors,
@@ -88,6 +89,11 @@ class StateDict:
     @property
     def is_model(self) -> bool:
         return self.kind in (WEIGHTS, AVERAGE)
+
+    @property
+    def call(self) -> str:
+        """What gives the state dict in Python: `.state_dict()` of a module, `()` of the method itself."""
+        return "" if self.module is None else ".state_dict()" if method_owner(self.module) is self.module else "()"
 
     def names(self) -> list[str]:
         """The keys of weights that are strings, without those of entries that belong to the training."""
@@ -207,10 +213,12 @@ def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[State
 
 def _whole_module(path: Path, node: Any) -> StateDict | None:
     """The root of a pickled module that has weights, or of an object that is a state dict with a class of its own."""
-    names, what = module_state_dict(node), "whole module"
+    names, what, of = module_state_dict(node), "whole module", node
+    if names and (of := method_owner(node)) is not node:
+        what = "state_dict method, saved uncalled, of a"
     if names is None and type(node) is Object and node.items and not node.elements and _is_weights(path, node.items):
         names, what = OrderedDict(node.items), "dictionary of class"
-    return StateDict(path, names, _kind_at(path), f"{what} {printable(node.name)}", node) if names else None
+    return StateDict(path, names, _kind_at(path), f"{what} {printable(of.name)}", node) if names else None
 
 
 def array_state_dicts(tree: Any) -> list[StateDict]:
@@ -483,3 +491,20 @@ def is_metadata(metadata: Any) -> bool:
         and all(type(key) is str and is_text(key) and type(value) in (int, bool) for key, value in facts.items())
         for name, facts in metadata.items()
     )
+
+
+def differences(pair: Sequence[Mapping[Any, Any]], names: Sequence[str], *, types: bool = True) -> Iterator[str]:
+    """The names, shapes and types in which two state dicts do not agree, in words. names: what the two are called."""
+    left, right = pair
+    for node, other, where in ((left, right, names[0]), (right, left, names[1])):
+        if only := [str(key) for key in node if key not in other]:
+            yield f"{len(only):,} only in {where} ({listed(only, 2)})"
+    for key, value in right.items():
+        before = left.get(key)
+        if isinstance(value, TensorEntry) and isinstance(before, TensorEntry):
+            if before.shape != value.shape:
+                yield f"{key!s} is {list(before.shape)} in {names[0]}, {list(value.shape)} in {names[1]}"
+            elif before.dtype is not value.dtype and types:
+                yield f"{key!s} is {before.dtype} in {names[0]}, {value.dtype} in {names[1]}"
+        elif key in left and type(before) is not type(value):
+            yield f"{key!s} is a tensor in only one of {names[0]} and {names[1]}"

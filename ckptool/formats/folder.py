@@ -25,6 +25,7 @@ from ckptool.checkpoint.files import Folder, Source, json_or_none
 from ckptool.checkpoint.graph import structural_parts, visit
 from ckptool.checkpoint.nodes import Global, Object, fields, items
 from ckptool.checkpoint.paths import absolute, is_url
+from ckptool.checkpoint.tree import is_meta
 from ckptool.commands import NAME, OUT, command, input_of
 from ckptool.errors import CkptoolError, Conflict, Corrupt, OnlyAPart, counted, listed, printable
 from ckptool.facts import replace
@@ -254,6 +255,7 @@ _NUMBERS = re.compile(r"\d+")
 
 _SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None), TensorEntry, Global})
 _NO_VALUES = "weights without values"
+_TENSORS = (TensorEntry, Composite)
 _ONE_OF_SEVERAL = "model parallelism shards the weights over several files, and this is one of them"
 
 
@@ -341,6 +343,10 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
     if facts.empty > 1 and 2 * facts.empty >= facts.weights:
         what = f"{facts.empty:,} of {counted(facts.weights, 'weight')} are placeholders (shape [0])"
         return PartOf(PartKind.PLACEHOLDERS, _NO_VALUES, f"{what}, as ZeRO stage 3 saves ungathered weights")
+    if facts.meta:
+        what = f"{facts.meta:,} of {counted(facts.weights, 'weight')} have a shape but no values"
+        why = "they were saved from the meta device, where offloaded and empty models have theirs"
+        return PartOf(PartKind.PLACEHOLDERS, _NO_VALUES, f"{what}: {why}")
     return None
 
 
@@ -376,12 +382,12 @@ class _TreeFacts:
     """Counts of a tree.
 
     tensors: those of torch.distributed; shared: those of them that are only a rank's share.  rank, world: as they say.
-    flat: parameters are flattened.  empty: the empty weights of the dictionary with most of them; weights: all of its
-    weights.
+    flat: parameters are flattened.  empty: the empty weights of the dictionary with most of them, or `meta`: those on
+    that device; weights: all of its weights.
     """
 
     def __init__(self, tree: Any) -> None:
-        self.tensors = self.shared = self.empty = self.weights = 0
+        self.tensors = self.shared = self.empty = self.meta = self.weights = 0
         self.rank: int | None = None
         self.world: int | None = None
         self.flat = False
@@ -396,12 +402,14 @@ class _TreeFacts:
                     self.rank = rank if self.rank is None and type(rank) is int and rank >= 0 else self.rank
                     self.world = world if self.world is None and type(world) is int and world > 0 else self.world
             elif isinstance(node, dict):
-                named = {key: value for key, value in node.items() if type(value) is TensorEntry and type(key) is str}
+                named = {key: value for key, value in node.items() if type(value) in _TENSORS and type(key) is str}
                 weights = [value for key, value in named.items() if key.rpartition(".")[2] in ("weight", "bias")]
                 empty = sum(value.shape == (0,) for value in weights)
-                self.flat |= any("flat_param" in key and is_flat_parameter(key) for key in named)
-                if empty > self.empty:
-                    self.empty, self.weights = empty, len(weights)
+                meta = sum(map(is_meta, weights))
+                flat = (key for key, value in named.items() if "flat_param" in key and type(value) is TensorEntry)
+                self.flat |= any(map(is_flat_parameter, flat))
+                if empty > self.empty or meta > self.meta:
+                    self.empty, self.meta, self.weights = empty, meta, len(weights)
 
 
 def _with_parts(node: Any) -> list[Any]:
@@ -425,16 +433,20 @@ def _ranked(rank: int | None, world: int | None, meaning: str, kind: PartKind = 
 
 
 def refuse_placeholders(checkpoint: Checkpoint, names: Iterable[tuple[str, Any]]) -> None:
-    """Raises `OnlyAPart` for tensors to be written by themselves whose values are in other files."""
+    """Raises `OnlyAPart` for tensors to be written by themselves whose values are elsewhere."""
     part = checkpoint.part
     is_joined = part is not None and part.kind is PartKind.MEMBERS and checkpoint.container != "folder"
     if part is None or part.kind is PartKind.SHARD or is_joined:
         return
-    empty = [name for name, value in names if isinstance(value, TensorEntry) and value.shape == (0,)]
+    pairs = [(name, value) for name, value in names if isinstance(value, _TENSORS)]
+    on_meta = [name for name, value in pairs if is_meta(value)]
+    empty = on_meta or [name for name, value in pairs if isinstance(value, TensorEntry) and value.shape == (0,)]
     if empty:
         what = f"{checkpoint.source or 'the checkpoint'}: {len(empty):,} of the tensors have no values in it"
         why = f"It is {part.label}; on their own, empty tensors would pass for weights. Nothing was written."
         fix = f"Drop them: {command('edit', input_of(checkpoint.source), drop=NAME, out=OUT)}"
-        if checkpoint.source is None:
+        if checkpoint.source is None and on_meta:
+            fix = "Load their values first: offloaded ones from where they are"
+        elif checkpoint.source is None:
             fix = "Gather them first: with deepspeed.zero.GatheredParameters(model.parameters())"
         raise OnlyAPart(f"{what}: {listed(empty, 3)}", why, fix)

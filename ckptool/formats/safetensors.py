@@ -256,10 +256,9 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     at = 0
     for name in sorted(stored, key=lambda name: -stored[name].dtype.itemsize):
         entry = stored[name]
-        half = 2 if entry.dtype.name == "f4_e2m1fn_x2" else 1  # the file counts 4-bit values singly
-        shape = (*entry.shape[:-1], entry.shape[-1] * half) if half > 1 else entry.shape
-        places = (at, at + entry.nbytes)
-        fields[name] = {"dtype": entry.dtype.safetensors, "shape": shape, "data_offsets": places}
+        is_packed = entry.dtype.name == "f4_e2m1fn_x2"  # the file counts 4-bit values singly
+        shape = (*entry.shape[:-1], entry.shape[-1] * 2) if is_packed else entry.shape
+        fields[name] = {"dtype": entry.dtype.safetensors, "shape": shape, "data_offsets": (at, at + entry.nbytes)}
         at += entry.nbytes
         # The stored checksum of what the bytes come from is checked on the way.
         storage, data = entry.storage, resolved(entry).row_major()

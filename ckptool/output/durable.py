@@ -46,7 +46,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool, sweep: bool
         raise problem
     real = os.path.realpath(path) if os.path.islink(path) else path
     try:
-        mode = os.stat(real).st_mode
+        mode = os.stat(path).st_mode  # /dev/stdout leads to a pipe, which has no path
     except FileNotFoundError:
         if not os.path.isdir(folder := folder_of(real)):
             what = f"cannot write {path}: there is no folder {folder}"

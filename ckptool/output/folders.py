@@ -69,7 +69,7 @@ def check_folder(target: str | os.PathLike[str], *, overwrite: bool, replaceable
         names = os.listdir(real)
     except FileNotFoundError:
         try:
-            return check_target(real, overwrite=overwrite)
+            return check_target(path.rstrip("/"), overwrite=overwrite)
         except FileProblem:
             if not os.path.isdir(real):
                 raise

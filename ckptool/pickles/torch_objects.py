@@ -214,9 +214,9 @@ def _rebuild_tensor_v2(args: tuple[Any, ...], dtype: DType | None = None) -> Any
     metadata = (args[6] if len(args) == 7 else None) or {}
     if not isinstance(metadata, dict) or not set(metadata) <= {"conj", "neg"}:
         return NotImplemented
-    flags = Flags(args[4], False, metadata.get("conj", False), metadata.get("neg", False))
-    if not all(type(flag) is bool for flag in flags):
+    if type(args[4]) is not bool:
         return NotImplemented
+    flags = Flags(args[4], False, "conj" in metadata, "neg" in metadata)  # torch takes the names, whatever they have
     return _strided(args[0], args[1], args[2], args[3], flags, dtype)
 
 

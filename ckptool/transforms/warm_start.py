@@ -35,7 +35,7 @@ from ckptool.checkpoint import NO_FLAGS, Composite, Flags, Note, Storage, Tensor
 from ckptool.checkpoint.arrays import is_same
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import literal, selected
-from ckptool.checkpoint.tree import map_storages
+from ckptool.checkpoint.tree import is_meta, map_storages
 from ckptool.commands import FILE, Slot, arg, command, several
 from ckptool.conventions.state_dicts import COUNTER, StateDict, of_positions, paired, without_wrappers, wrappers
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
@@ -305,7 +305,7 @@ def _fit_tensors(
     for name in (name for name in target.tensors if name in matched.pairs):
         key, expected, way = matched.pairs[name], target.tensors[name], ways.get(name)
         tensor = tensors[key]
-        if tensor.shape is None or expected.shape is None:  # as for nested tensors, whose sizes are data
+        if None in (tensor.shape, expected.shape) or is_meta(tensor):  # as for nested tensors, whose sizes are data
             about = "kind"
         else:
             is_cast = isinstance(tensor, TensorEntry) and conversion(tensor.dtype, expected.dtype) is not None

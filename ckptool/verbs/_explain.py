@@ -77,7 +77,7 @@ def all_codes() -> dict[str, Code]:
 )
 def explain(
     code: Annotated[
-        str, argument("[CODE|-]", "The code of a note or error; -: a message on standard input. Without it: list all.")
+        str, argument("[CODE|-]", "A code, or a message; -: one on standard input. Without it: list all codes.")
     ] = "",
 ) -> Explanation | Diagnosis:
     """The explanation of a code, or of the message that is piped in; without a code the list of all.
@@ -85,30 +85,28 @@ def explain(
     Raises `NoMatch` for an unknown code or message.
     """
     codes = all_codes()
-    if code == "-":  # the codes in what ckptool printed; of any other error message what `doctor --error` says
-        from ckptool.analysis.findings import LOOK, MAX_TEXT, first_line, of_error_text, recognised
+    if code == "-" or " " in code.strip():  # the codes in what ckptool printed; else what `doctor --error` says
+        from ckptool.analysis.findings import LOOK, MAX_TEXT, UNKNOWN, of_error_text
 
-        text = standard_input()
+        text = standard_input() if code == "-" else code
         if not text.strip():
             raise UsageError("standard input has no text", "", "For example: python train.py 2>&1 | ckptool explain -")
-        head = text[:MAX_TEXT]
-        cited: Sequence[str] = _IN_BRACKETS.findall(head)
+        cited: Sequence[str] = _IN_BRACKETS.findall(end := text[-MAX_TEXT:])
         # Only those of notes are looked for without their brackets, and not in a traceback: `usage: train.py` is none.
-        if "Traceback (most" not in head:
-            cited = [*cited, *(name for name in _NOTE.findall(head) if name in codes and codes[name].kind != "Errors")]
+        if "Traceback (most" not in end:
+            cited = [*cited, *(name for name in _NOTE.findall(end) if name in codes and codes[name].kind != "Errors")]
         if matches := [codes[name] for name in dict.fromkeys(cited) if name in codes]:
             return Explanation(tuple(matches))
-        if recognised(text) is None:
+        diagnosis = of_error_text(text)
+        if diagnosis.findings[0].code == UNKNOWN:
             look = f"{LOOK}{command('doctor', FILE)}"
-            raise NoMatch("ckptool does not know this message", f"It says: {first_line(text)}", look)
-        return of_error_text(text)
+            raise NoMatch("ckptool does not know this message", f"It says: {diagnosis.findings[0].says}", look)
+        return diagnosis
     if not code:
         return Explanation(tuple(codes.values()), is_list=True)
-    pasted = _IN_BRACKETS.match(code)  # as it is printed
-    name = pasted[1] if pasted else code.strip("[]: ").lower()
+    name = code.strip("[]: ").lower().rpartition("[")[2]  # it may be as it is printed: error[usage]
     if name not in codes:
         closest = nearest(name, codes)
-        message = f"For a message: … 2>&1 | {Command(('ckptool', 'explain', '-'))}"
-        see = message if " " in name else f"See all: {Command(('ckptool', 'explain'))}"
+        see = f"See all: {Command(('ckptool', 'explain'))}"
         raise NoMatch(f"there is no code {code!r}", f"Did you mean {closest}?" if closest else "", see)
     return Explanation((codes[name],))

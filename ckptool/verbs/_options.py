@@ -188,9 +188,12 @@ MAX_TEXT = 1 << 20  # bytes
 
 
 def standard_input() -> str:
-    """The text that is piped in, up to a limit, without its colours: torch's own messages have some."""
+    """The end of the text that is piped in, without its colours: torch's own messages have some."""
+    end = b""
     try:
-        return COLOURS.sub("", sys.stdin.buffer.read(MAX_TEXT).decode("utf-8", "replace"))
+        while block := sys.stdin.buffer.read(MAX_TEXT):  # all of it: what writes into the pipe is not broken off
+            end = (end + block)[-MAX_TEXT:]
+        return COLOURS.sub("", end.decode("utf-8", "replace"))
     except (OSError, AttributeError) as problem:
         raise file_problem(OSError(str(problem)), "standard input", "read") from problem
 

@@ -22,7 +22,8 @@ from ckptool.conventions.state_dicts import WEIGHTS, find_state_dicts
 from ckptool.errors import UsageError
 from ckptool.formats import read
 from ckptool.verbs.inspect import inspect
-from tests.support.files import load, torch_bytes, written
+from tests.support.cli import Run
+from tests.support.files import load, saved, torch_bytes, written
 from tests.support.same import assert_same_objects
 
 
@@ -143,6 +144,23 @@ def test_every_protocol_and_the_middle_of_a_dictionary(protocol: int, tmp_path: 
         torch.load(file, weights_only=False)
     done = ckptool.convert(file, tmp_path / "out.safetensors", verify=True)
     assert done.facts["left_behind"] == ["model/_buffers/passing", "model/plain", "epoch"]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_the_method_state_dict_saved_in_place_of_its_result(nested: bool, own: bool, tmp_path: Path, run: Run) -> None:
+    """`torch.save(model.state_dict, …)`, without the parentheses: the pickle holds the model."""
+    model = Net() if own else nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    value = {"net": model.state_dict, "epoch": 3} if nested else model.state_dict
+    file = module_file(value, tmp_path / "model.pt") if own else saved(value, tmp_path / "model.pt")
+    name = "gone_models.Net" if own else "torch.nn.modules.container.Sequential"
+    (root,) = (root for root in find_state_dicts(read(file)) if root.is_model)
+    assert (root.detail, root.call) == (f"state_dict method, saved uncalled, of a {name}", "()")
+    found = run("doctor", str(file))
+    assert ("model.load_state_dict(checkpoint['net']())" in found.out) is nested
+    assert run("doctor", str(file), "--fix", "-o", str(tmp_path / "out.pt")).code == 0
+    weights = torch.load(tmp_path / "out.pt")
+    assert_same_objects(dict(model.state_dict()), dict(weights))
 
 
 @pytest.mark.parametrize("verb", ["strip_module", "add_module", "rename", "cast"])

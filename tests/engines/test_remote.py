@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import FileChanged, FileMissing, NoPermission
+from ckptool.errors import FileChanged, FileMissing, FileProblem, NoPermission
 from tests.support.elsewhere import FILES, SHARDS, make_elsewhere
 from tests.support.hub_server import HubServer
 from tests.support.s3_server import S3Server
@@ -91,6 +91,24 @@ def test_what_s3_says(files: Path, s3: S3Server) -> None:
     s3.refuses = lambda *_: False
     found: Any = ckptool.load("s3://bucket/a/model.pt#state_dict", map_location="cpu")
     assert torch.equal(found["layers.6.0"], torch.load(files / "model.pt")["state_dict"]["layers.6.0"])
+
+
+@pytest.mark.parametrize("answered", ["", "bytes=0-9999999", "bytes=7-9"])
+def test_a_store_that_answers_with_another_range(answered: str, files: Path, s3: S3Server) -> None:
+    import s3fs
+
+    s3fs.S3FileSystem().put_file(str(files / "model.pt"), "bucket/ranges.pt")
+    torch.save({"w": torch.ones(3)}, files.parent / "small.pt")
+    s3fs.S3FileSystem().put_file(str(files.parent / "small.pt"), "bucket/small.pt")
+    s3.range_of = lambda asked: answered
+    try:
+        with pytest.raises(FileProblem, match="does not support range requests") as caught:
+            ckptool.open("s3://bucket/ranges.pt")
+        assert "aws s3 cp s3://bucket/ranges.pt" in caught.value.fix
+        if not answered.endswith("-9"):  # the whole of a small object is what was asked for
+            assert ckptool.open("s3://bucket/small.pt")["w"].numpy().tolist() == [1, 1, 1]
+    finally:
+        s3.range_of = str
 
 
 @pytest.mark.parametrize("name", NAMES)

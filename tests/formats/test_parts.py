@@ -201,6 +201,29 @@ def test_placeholders_of_a_module_and_those_of_a_file_that_is_renamed(tmp_path: 
     assert list(ckptool.open(tmp_path / "out.pt")) == list(model.module.state_dict())
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["state dict", "parameters", "module"])
+def test_weights_on_the_meta_device_have_no_values(kind: str, nested: bool, tmp_path: Path, run: Run) -> None:
+    """As `init_empty_weights` and offloading leave them; torch loads such a file, and copies nothing of it."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"))
+    value = model if kind == "module" else model.state_dict(keep_vars=kind == "parameters")
+    file = saved({"model": value, "epoch": 3} if nested else value, tmp_path / "in.pt")
+    good = saved({name: torch.ones(entry.shape) for name, entry in model.state_dict().items()}, tmp_path / "good.pt")
+    assert run("doctor", str(file)).code == 1
+    found = ckptool.verify(file, finite=True)
+    assert [name.endswith(("1.weight", "1.bias", "1/_parameters/weight", "1/_parameters/bias"))
+            for name in found.unsearched] == [True, True]  # fmt: skip
+    for take in (ckptool.save_for_cpu, ckptool.convert):
+        with pytest.raises(OnlyAPart, match="values"):
+            take(model, tmp_path / "out.safetensors")
+    if nested and kind != "module":
+        with pytest.raises(OnlyAPart, match="2 of the tensors have no values in it"):
+            ckptool.convert(f"{file}#model", tmp_path / "out.pt", part=True)
+    if kind != "module":
+        report = ckptool.warm_start(file, good, part=True, on_mismatch="skip", min_loaded=0.5)
+        assert [fact.target for fact in report.loaded] == ["0.weight", "0.bias"]
+
+
 def test_a_cut_file_of_placeholders_is_not_recovered_as_weights(tmp_path: Path) -> None:
     path = ungathered(tmp_path)
     path.write_bytes(path.read_bytes()[:-40])

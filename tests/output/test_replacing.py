@@ -216,14 +216,19 @@ def test_impossible_targets_are_refused(target: Target) -> None:
     (above / "file").write_bytes(b"old")
     (above / "loop").symlink_to("loop")
     os.mkfifo(above / "fifo")
+    stream = os.pipe()
+    (above / "stdout").symlink_to(f"/dev/fd/{stream[1]}")
     check = partial(check_folder, overwrite=True) if target.is_folder else partial(check_target, overwrite=True)
-    for name in ("missing/out", "file/out", "file" if target.is_folder else ".", "fifo", "loop", "x" * 300, "nul\0"):
+    odd = ("." if not target.is_folder else "file", "x" * 300, "nul\0")
+    for name in (*"missing/out file/out fifo stdout loop".split(), *odd):
         for write in (lambda path: target.write(path=path), check):
             with pytest.raises(FileProblem) as caught:
                 write(above / name)
             assert caught.value.code == "io" and caught.value.what.startswith(("cannot write", "cannot use")), name
         assert name != "missing/out" or "mkdir -p" in caught.value.fix
-    assert names(above) == ["fifo", "file", "loop", "out"] and (above / "file").read_bytes() == b"old"
+    for descriptor in stream:
+        os.close(descriptor)
+    assert names(above) == ["fifo", "file", "loop", "out", "stdout"] and (above / "file").read_bytes() == b"old"
 
 
 def test_what_verify_refuses_is_not_put_in_place(target: Target) -> None:

@@ -136,6 +136,7 @@ ACCEPTED: dict[str, tuple[bytes, Mapping[str, bytes]]] = {
     "100-sparse": (w(sparse("sparse_coo", I22, V2, integers((2, 2)), b"\x89")), SPARSE),
     "100-indices-out-of-range": (w(sparse("sparse_coo", I22, V2, integers((1, 1)), b"\x88")), SPARSE),
     "101-quantized": (w(quantized((4, 4), (4, 1), b"(" + SCHEME + b"G\x3f\xf0\0\0\0\0\0\0K\x00t")), ONE),
+    "102-negative-by-name": (w(W.replace(HOOKS, HOOKS + b"}" + text("neg") + b"\x89s")), ONE),
     "104-nothing": (state_pickle({}), {}),
     "104-none": (b"\x80\x02N.", {}),
     "104-no-dimensions": (w(tensor((), (), 3)), ONE),

@@ -94,6 +94,12 @@ def ungathered(folder: Path) -> Path:
     return saved_below(model, folder / "pytorch_model.bin")
 
 
+def offloaded(folder: Path) -> Path:
+    """What a script saves of a model of which a layer is offloaded: a parameter on the device meta."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"))
+    return saved_below({"model": model.state_dict(keep_vars=True), "epoch": 3}, folder / "offloaded.pt")
+
+
 def flattened(folder: Path) -> Path:
     """One rank's file of FSDP1's LOCAL_STATE_DICT."""
     return saved_below(
@@ -127,6 +133,7 @@ MADE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "shard in its folder": (lambda f: sharded_folder(f) / "model-00002-of-00003.safetensors", "shard 2 of 3"),
     "shard without an index": (lone_shard, "shard 3 of 3"),
     "ungathered": (ungathered, "weights without values"),
+    "offloaded": (offloaded, "weights without values"),
     "flattened": (flattened, "what one rank saved"),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ class S3Server:
     """Has one empty bucket, `bucket`. `environment` leads s3fs and boto3 to it.
 
     log: the method and the path, with the query, of every request.  refuses: tells of both whether it is answered 403;
-    it may wait.
+    it may wait.  range_of: the range that is answered in place of the one that was asked for.
     """
 
     def __init__(self) -> None:
@@ -32,6 +32,7 @@ class S3Server:
         self.environment = {"AWS_ENDPOINT_URL": self.url, "AWS_DEFAULT_REGION": "us-east-1", **self.keys}
         self.log: list[tuple[str, str]] = []
         self.refuses: Callable[[str, str], bool] = lambda *_: False
+        self.range_of: Callable[[str], str] = str
 
     def __enter__(self) -> S3Server:
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -49,6 +50,8 @@ class S3Server:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("403 Forbidden", [("Content-Type", "application/xml")])
             return [b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"]
+        if environ.get("HTTP_RANGE"):
+            environ["HTTP_RANGE"] = self.range_of(environ["HTTP_RANGE"])
         return self.moto(environ, start_response)  # type: ignore[no-any-return]
 
     def client(self) -> Any:

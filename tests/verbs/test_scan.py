@@ -84,6 +84,40 @@ def test_what_is_gone_by_the_time_it_is_read_is_no_error(
     assert [Path(file.path).name for file in found.files] == ["a.pt"] and found.latest is not None
 
 
+def test_a_folder_that_is_gone_before_it_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckptool.convert(checkpoint(tmp_path / "a.pt", 3), tmp_path / "b", container="sharded")
+    real = module.Folder
+
+    def opened(folder: str) -> Any:
+        shutil.rmtree(folder)
+        return real(folder)
+
+    monkeypatch.setattr(module, "Folder", opened)
+    found = ckptool.scan(tmp_path)
+    assert [Path(file.path).name for file in found.files] == ["a.pt"] and found.other_files == 0
+
+
+@pytest.mark.parametrize("moves", [1, 3, 4])
+def test_a_run_that_keeps_the_last_one_has_one_at_any_time(
+    moves: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which the folder's list knows nothing: it is listed once more, but not for ever."""
+    newest, real = checkpoint(tmp_path / "step-0.pt"), module.entries_of
+
+    def moved(folder: str) -> Any:
+        nonlocal newest, moves
+        found = real(folder)
+        if moves:
+            moves, newest = moves - 1, newest.rename(tmp_path / f"step-{moves}0.pt")
+        return found
+
+    monkeypatch.setattr(module, "entries_of", moved)
+    is_seen = moves < 4
+    found = ckptool.scan(tmp_path, latest_only=True)
+    assert (found.latest_good, found.exit()) == ((str(newest), 0) if is_seen else (None, 1))
+    assert found.other_files == 0
+
+
 def test_temporary_files_and_folders_are_nobodys_newest(tmp_path: Path) -> None:
     old = checkpoint(tmp_path / "a.pt", 1)
     new = ckptool.convert(checkpoint(tmp_path / "b.pt", 9), tmp_path / "ranks.dcp")

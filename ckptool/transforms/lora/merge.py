@@ -15,10 +15,12 @@ from ckptool.checkpoint.nodes import same_kind
 from ckptool.commands import OUT, OUT_SAFETENSORS, PATTERN, command
 from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, KOHYA, LORA, TOKENS, WHOLE, Places, orientation
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
-from ckptool.transforms.lora.adapters import Adapter, Delta, matches
+from ckptool.formats.model_folder import ADAPTER
+from ckptool.transforms.lora.adapters import Adapter, Delta, matches, scale_of
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
 
 _MOST_PARAMETERS = 6  # of a module, for all orders to be tried
+_OWN_HEAD = "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
 
 
 class AdapterMerge:
@@ -61,12 +63,16 @@ class AdapterMerge:
         for component in dict.fromkeys(delta.component for delta in deltas):
             self.places.settle(component, [self._spellings(delta) for delta in deltas if delta.component == component])
         self._settle_parameters()
-        if unplaced := [key for delta in deltas if not self._apply(delta) for key in delta.keys.values()]:
-            drop = command("edit", self.name, drop=PATTERN, out=OUT)
-            what = f"{len(unplaced):,} of {counted(self.count, 'key')} of {self.name} have no place in {base_name}: "
-            what += f"{listed(unplaced)}"
+        if unplaced := [delta for delta in deltas if not self._apply(delta)]:
+            for name, delta in ((f"{delta.module}.weight", delta) for delta in unplaced if delta.method == LORA):
+                if source := self.ties.get(self.places.in_base(delta.component, name)):
+                    self._refuse_one_side(name, f"{source} in the model", _OWN_HEAD)
+            keys = [key for delta in unplaced for key in delta.keys.values()]
+            what = f"{len(keys):,} of {counted(self.count, 'key')} of {self.name} have no place in {base_name}: "
+            what += f"{listed(keys)}"
             why = "It is for another base or for more than this part, or a key is misspelt. Nothing was written."
-            fix = f"See what the adapter is for: {command('inspect', self.name)}; leave keys out on purpose: {drop}"
+            fix = f"See what the adapter is for: {command('inspect', self.name)}; leave keys out on purpose: "
+            fix += f"{command('edit', self.name, drop=PATTERN, out=OUT)}"
             raise NoMatch(what, why, fix)
         self._refuse_missing()
         self._refuse_untied(ties is None)
@@ -154,26 +160,27 @@ class AdapterMerge:
         return True
 
     def _changed_entry(self, key: str, delta: Delta) -> TensorEntry:
-        old, replacement = self.tensors.get(key), delta.factors.get("")
-        if replacement is not None and old is not None and old.dtype is replacement.dtype and not old.dtype.is_float:
-            weight = old  # a counter
-        else:
-            value = self.merged.get(key, self.base[key])
-            if not isinstance(value, TensorEntry) or not value.dtype.is_float:
-                what = f"{self.base_name}: {key} is quantized, or not of a floating-point type"
-                raise Unsupported(what, "An adapter is added to plain weights. Nothing was written.")
-            weight = value
+        weight, replacement = self.merged.get(key, self.base[key]), delta.factors.get("")
+        is_counter = isinstance(weight, TensorEntry) and replacement is not None and replacement.dtype is weight.dtype
+        if not isinstance(weight, TensorEntry) or not (weight.dtype.is_float or is_counter):
+            what = f"{self.base_name}: {key} is quantized, or not of a floating-point type"
+            raise Unsupported(what, "An adapter is added to plain weights. Nothing was written.")
         if replacement is not None:
             if replacement.shape != weight.shape:
                 raise Misfit(replacement.shape)
             return as_type(replacement, weight)
         if delta.method == TOKENS:
             return with_rows(delta.factors["tokens"], self.adapter.tokens(delta.module), weight)
+        scale, is_parameter = delta.scale, delta in self.parameters
+        experts = weight.shape[0] if is_parameter and len(weight.shape) == 3 else 0
+        if "B" in delta.factors and self.adapter.config.get("target_parameters"):
+            name = f"{delta.module}.{key.rpartition('.')[2]}" if is_parameter else delta.module  # which patterns match
+            _, scale = scale_of(self.adapter, self.adapter.config, name, {}, LORA, delta.rank, experts or 1)
         return changed(
             delta,
             weight,
-            delta.scale * self.multiplier,
-            experts=delta in self.parameters and len(weight.shape) == 3,
+            scale * self.multiplier,
+            experts=experts > 0,
             peft=not delta.keys.get("magnitude", "").endswith("dora_scale"),
             turned=lambda: self._is_turned(key, delta),
         )
@@ -214,7 +221,7 @@ class AdapterMerge:
     def _refuse_missing(self) -> None:
         """Raises `NoMatch` where PEFT's configuration names modules that the adapter has nothing for."""
         config = self.adapter.config
-        removed, added = self.places.prefixes.get("base_model.model.", ("", ""))
+        removed, added = next(iter(self.places.prefixes.values()))
         no_filter = not any(config.get(field) for field in ("exclude_modules", "layers_to_transform", "layers_pattern"))
         targets = config.get("target_modules")  # ends of names, or an expression for whole names
         ends = tuple(f".{end}" for end in self.adapter.names("target_modules"))
@@ -235,45 +242,37 @@ class AdapterMerge:
         if missing:
             what = f"{self.name} has nothing for {counted(len(missing), 'tensor')} of modules that its configuration "
             what += f"names: {listed(missing)}"
-            raise NoMatch(what, "It is incomplete, or was trained on a different base. Nothing was written.")
+            fix = f"If it is to leave them as they are, its {ADAPTER} must not name them"
+            raise NoMatch(what, "It is incomplete, or was trained on a different base. Nothing was written.", fix)
 
     def _refuse_untied(self, is_unknown: bool) -> None:
         """Raises `Conflict` where tied tensors are not all changed in the same way; `Unsupported` for a changed
         embedding to which the configuration ties an unknown head."""
-        if self.adapter.config.get("ensure_weight_tying"):
-            is_unknown = False
+        is_ensured = bool(self.adapter.config.get("ensure_weight_tying"))
+        is_unknown &= not is_ensured
         if embeddings := [name for name in self.changed if is_unknown and EMBEDDING.fullmatch(name)]:
             what = f"{self.name} changes {listed(embeddings)}, and config.json ties the head to one"
-            fix = "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
-            raise Unsupported(what, "It is unknown which tensors its library ties. Nothing was written.", fix)
+            raise Unsupported(what, "It is unknown which tensors its library ties. Nothing was written.", _OWN_HEAD)
         apart = (
             f"Write the base without ties first: {command('convert', self.base_name, ties='copy', out=OUT_SAFETENSORS)}"
         )
-        views: dict[tuple[Any, ...], list[str]] = {}
-        for key, value in self.tensors.items():
-            views.setdefault(value.view, []).append(key)
-        for keys in views.values():
-            if len(keys) > 1 and len({self.changed.get(key) for key in keys}) > 1:
-                changed_key = next(key for key in keys if key in self.changed)
-                self._refuse_one_side(changed_key, listed([key for key in keys if key != changed_key]), apart)
         of_storage: dict[int, list[str]] = {}
-        for key, *_ in views.values():
-            of_storage.setdefault(id(self.tensors[key].storage), []).append(key)
-        for keys in of_storage.values():  # other views of the same values, such as a transposed head
-            furthest = furthest_changed = (0, "")  # the end so far, and its tensor
-            for (begin, end), key in sorted((self.tensors[key].span(), key) for key in keys if self.tensors[key].numel):
-                is_changed = key in self.changed
-                reach, furthest_key = furthest if is_changed else furthest_changed
-                if begin < reach:
-                    self._refuse_one_side(*((key, furthest_key) if is_changed else (furthest_key, key)), apart)
-                furthest = max(furthest, (end, key))
-                furthest_changed = max(furthest_changed, (end, key)) if is_changed else furthest_changed
+        for key, value in self.tensors.items():
+            of_storage.setdefault(id(value.storage), []).extend([key] if value.numel else [])
+        for keys in of_storage.values():
+            furthest: dict[Any, tuple[int, str]] = {}  # by what changes tensors: the end of all so far, and the last
+            for (begin, end), key in sorted((self.tensors[key].span(), key) for key in keys):
+                how = self.changed.get(key)
+                furthest = {other: place for other, place in furthest.items() if other == how or place[0] > begin}
+                if others := [name for other, (_, name) in furthest.items() if other != how]:
+                    first, second = sorted([key, others[0]], key=lambda name: name not in self.changed)
+                    self._refuse_one_side(first, second, apart)
+                furthest[how] = max(furthest.get(how, (0, "")), (end, key))
         changed = {self._target_key(delta) for delta in self.adapter.deltas if delta.method != TOKENS}
-        for name, source in {} if self.adapter.config.get("ensure_weight_tying") else self.ties.items():
+        for name, source in {} if is_ensured else self.ties.items():
             if source in changed and name not in self.tensors and name not in self.added:
-                fix = "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
-                self._refuse_one_side(source, f"{name} in the model", fix)
+                self._refuse_one_side(source, f"{name} in the model", _OWN_HEAD)
 
     def _refuse_one_side(self, changed: str, unchanged: str, fix: str) -> None:
-        why = "The adapter was trained with only one of them changed. Nothing was written."
+        why = "It does not change both in the same way. Nothing was written."
         raise Conflict(f"{self.name} changes {changed}, which is tied to {unchanged}", why, fix)
