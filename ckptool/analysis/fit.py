@@ -190,8 +190,7 @@ def fit(root: StateDict, target: Target, names: Mapping[str, str]) -> Fit:
     for name, key in pairs.items():
         value, expected = root.node[key], target.tensors.get(name)
         if expected is not None and isinstance(value, Tensor) and value.shape != expected.shape:
-            is_number = (value.shape, expected.shape) == ((1,), ())  # as torch before 0.4 saved it
-            shapes += [] if is_number else [name]
+            shapes += [name] if value.shape != (1,) or expected.shape else []  # as torch before 0.4 saved numbers
     return Fit(names, tuple(missing), tuple(extra), tuple(shapes))
 
 
@@ -230,13 +229,12 @@ def find_way(root: StateDict, target: Target) -> Way:
 
     for prefix in _prefixes(target.tensors, names):
         stripped = {name[len(prefix) :]: key for name, key in names.items() if name.startswith(prefix)}
-        average = any(word in prefix.lower() for word in _AVERAGES)
-        row_name = "prefix, some have it" if len(stripped) < len(names) else "prefix, all have it"
-        consider((average, -len(stripped), prefix), row_name, prefix, stripped, len(target.tensors))
+        order = any(word in prefix.lower() for word in _AVERAGES), -len(stripped), prefix
+        row_name = f"prefix, {'some' if len(stripped) < len(names) else 'all'} have it"
+        consider(order, row_name, prefix, stripped, len(target.tensors))
     for prefix in () if improvements else _prefixes(names, target.tensors):
-        consider(
-            (), "prefix, the model has it", prefix, {prefix + name: key for name, key in names.items()}, len(names)
-        )
+        prefixed = {prefix + name: key for name, key in names.items()}
+        consider((), "prefix, the model has it", prefix, prefixed, len(names))
     return min(improvements, key=itemgetter(0))[1] if improvements else way
 
 
@@ -264,30 +262,29 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
     groups = tie_groups(target.tensors.values()).values() if not extra else ()
     tied_names = {name for group in groups if any(name in names for name in group) for name in group}
     tied, missing = ([name for name in missing if (name in tied_names) is is_tied] for is_tied in (True, False))
-    model = {"model": target.name}
     unequal = [(name, root.node[names[name]], target.tensors[name]) for name in shapes if name in names]
     ways = [f"{name}={how}" for name, *two in unequal if (how := of_positions(name, *(side.shape for side in two)))]
-    skips = {"resize": ways, "on_mismatch": "skip"} if shapes else {}
-    line = command("warm-start", FILE, against=target.name, **skips, out=OUT_PT if tied else OUT)
+    skip, out = "skip" if shapes else "", OUT_PT if tied else OUT
+    line = command("warm-start", FILE, against=target.name, resize=ways, on_mismatch=skip, out=out)
     # Where rules may be meant instead, it would be refused.
     new_shapes = {getattr(root.node[names[name]], "shape", None) for name in extra}
     is_renamed = any(name in target.tensors and target.tensors[name].shape in new_shapes for name in missing)
     fixes = () if target.kind == SPEC or is_renamed or way.fit.matched <= len(shapes) else (line,)
     if tied:
-        reason = finding("tied-weights", names=listed(tied, 3), first=tied[0], **model)
+        reason = finding("tied-weights", names=listed(tied, 3), first=tied[0], model=target.name)
         yield replace(reason, commands=fixes, advice="" if shapes else reason.advice)
     if missing or extra:
         sides = (("missing", missing), ("unexpected", extra))
-        parts = [f"{len(odd):,} {form(len(odd), 'is', 'are')} {word} ({listed(odd, 2)})" for word, odd in sides if odd]
+        parts = (f"{len(odd):,} {form(len(odd), 'is', 'are')} {word} ({listed(odd, 2)})" for word, odd in sides if odd)
         row_name = "keys-differ" if way.fit.matched > len(shapes) else "keys-differ, all of them"
-        reason = finding(row_name, count=counted(len(target.tensors), "key"), differ=" and ".join(parts), **model)
-        look = command("warm-start", FILE, against=target.name, on_mismatch="skip" if shapes else "")
-        yield replace(reason, advised=(look,))
+        count, differ = counted(len(target.tensors), "key"), " and ".join(parts)
+        reason = finding(row_name, count=count, differ=differ, model=target.name)
+        yield replace(reason, advised=(command("warm-start", FILE, against=target.name, on_mismatch=skip),))
     if shapes:
         differ = listed([f"{name} {_shape_text(have)} against {_shape_text(want)}" for name, have, want in unequal], 3)
         row_name = "shape-mismatch, of positions" if ways else "shape-mismatch"
         count = counted(len(shapes), "tensor has", "tensors have")
-        reason = finding(row_name, count=count, shapes=differ, **model)
+        reason = finding(row_name, count=count, shapes=differ, model=target.name)
         yield replace(reason, commands=fixes, advice=reason.advice if fixes else "")
 
 

@@ -474,9 +474,8 @@ def of_positions(name: str, old: Sequence[int] | None, new: Sequence[int] | None
     if not is_named or not old or not new or min(len(old), len(new)) < 2 or old[-1] != new[-1]:
         return ""
     # Tables of a text model are no grid, though 1,024 is a square, and OPT's and BART's begin with 2 others.
-    may_be_grid = {1}.issuperset([*old[:-2], *new[:-2]]) and old[-2] != new[-2]
-    is_image = len(old) > 2 or re.search("vi[st]|image", name.lower())
-    for first in (0, 1, 2) if may_be_grid and is_image else (1,) * may_be_grid:
+    starts = (0, 1, 2) if len(old) > 2 or re.search("vi[st]|image", name.lower()) else (1,)
+    for first in starts if {1}.issuperset([*old[:-2], *new[:-2]]) else ():
         if all(count > first and isqrt(count - first) ** 2 == count - first for count in (old[-2], new[-2])):
             return f"bicubic(cls={first})" if first else "bicubic"
     return ""

@@ -58,8 +58,7 @@ def with_optimizers(
     for path, optimizer in states:
         place = address((*part.base, *path))
         slots = Slots(optimizer, place)
-        if form == IDS and target is not None:
-            slots = slots.renamed(slots.names(whole, target))
+        slots = slots.renamed(slots.names(whole, target)) if form == IDS and target is not None else slots
         count, changed = counted(len(slots.slots), "parameter"), slots.tree
         if form == IDS and not any(type(slot) is str for slot in slots.slots):
             line = f"numbers as keys, {count}"
@@ -137,7 +136,8 @@ class Slots:
             raise Conflict(what, "Its slots cannot be numbered as in the model. Nothing was written.")
         names = [sorted(group["params"], key=order.__getitem__) for group in self.groups]
         numbers = {slot: number for number, slot in enumerate(slot for slots in names for slot in slots)}
-        groups = [{**g, "params": own, "param_names": own} for g, own in zip(self.groups, names, strict=True)]
+        pairs = zip(self.groups, names, strict=True)
+        groups = [{**group, "params": ordered, "param_names": ordered} for group, ordered in pairs]
         return Slots({**self.tree, "param_groups": groups}, self.place).renamed(numbers).tree
 
     def _refuse_shared(self) -> None:

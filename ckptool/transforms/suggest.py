@@ -380,15 +380,6 @@ class Search:
         links = [link] if pairs.keys() == link.goals.keys() else links_of(pairs)
         self.links += [each._replace(why=why) for each in links]
 
-    def _search_as(self, old: str, new: str) -> None:
-        """Goes on with new names for the keys below a prefix; one that the target has is its counterpart, with another
-        shape."""
-        for key in [key for key in self.free[0] if key.startswith(old)]:
-            trait, name = self.free[0].pop(key), new + key.removeprefix(old)
-            if self.free[1].pop(name, self) is self and name not in self.free[0]:
-                self.free[0][name] = trait
-                self.originals[name] = self.originals.get(key, key)
-
     def _by_prefix(self) -> None:
         """Links names that are the same once a prefix is removed or added, or another stands in its place."""
         ours, theirs = ({f.text: f for f in families(free, None) if f.text.count(".") < DEEP} for free in self.free)
@@ -408,10 +399,10 @@ class Search:
                     votes[old, new] += 1
         ways = list[tuple[str, str, dict[str, dict[str, str]], set[tuple[int, str]]]]()
         for (old, new), _ in votes.most_common(MOST_WAYS):
-            below = [text.removeprefix(old) for text in ours if text.startswith(old)]
-            pairs = {end: keys for end in below if (keys := same_numbers(ours[old + end], theirs.get(new + end), end))}
+            ends = [text.removeprefix(old) for text in ours if text.startswith(old)]
+            pairs = {end: keys for end in ends if (keys := same_numbers(ours[old + end], theirs.get(new + end), end))}
             of_both = {side_key for linked in pairs.values() for pair in linked.items() for side_key in enumerate(pair)}
-            ways += [(old, new, pairs, of_both)] if 2 * len(pairs) >= len(below) else []
+            ways += [(old, new, pairs, of_both)] if 2 * len(pairs) >= len(ends) else []
         accepted = list[tuple[str, str]]()
         for old, new, pairs, of_both in ways:
             # Another prefix, or other names of either side that end the same after it, may be meant instead.
@@ -429,8 +420,14 @@ class Search:
                 for link in links_of({key: goal for keys in pairs.values() for key, goal in keys.items()}):
                     self._accept(link, f"{how} the names are the target's")
                 accepted += [(old, new)] if HOLE not in old + new else []
-        for old, new in accepted:
-            self._search_as(old, new)
+        # The search goes on with new names for the keys below; one that the target has is its own, in another shape.
+        below = {
+            key: new + key.removeprefix(old) for old, new in accepted for key in self.free[0] if key.startswith(old)
+        }
+        for key, name in below.items():
+            trait = self.free[0].pop(key)
+            if self.free[1].pop(name, self) is self and name not in self.free[0]:
+                self.free[0][name], self.originals[name] = trait, key
 
     def _by_words(self, level: tuple[int | None, int | None]) -> None:
         """Links families that have more words in common than either has with any rival, in modules whose other tensors
