@@ -432,8 +432,7 @@ def average(
         has_mean = is_number and entry is value
         # A counter is one number, and may differ; codes, indices and what holds tensors belong to the other tensors.
         belongs = any(tensors(value)) if entry is None else is_number or entry.numel > 1
-        alone = [Checkpoint({"": node[key]}, DEFAULT) for node in nodes] if belongs and not has_mean else []
-        if not all(diff(other, alone[-1], statistics=False).same for other in alone[:-1]):
+        if belongs and not has_mean and not all(alike(node[key], value) for node in nodes[:-1]):
             what = f"{key!s} has no mean ({kind}), and differs between the files"
             fix = f"Leave it out of each: {command('convert', names[0], exclude=literal(key), out=OUT)}"
             if entry is not value and not isinstance(value, Mapping):
@@ -461,6 +460,11 @@ def average(
             flags = value.flags._replace(conj=False, neg=False)
             tree[key] = by_object.setdefault(id(value), replace(entry, flags=flags))
     return tree, averaged, from_last
+
+
+def alike(a: Any, b: Any) -> bool:
+    """True for two values between which `diff` finds no difference."""
+    return diff(Checkpoint({"": a}, DEFAULT), Checkpoint({"": b}, DEFAULT), statistics=False).same
 
 
 def _place_inside(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | None:

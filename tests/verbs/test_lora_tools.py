@@ -18,6 +18,7 @@ import ckptool
 from ckptool.errors import CkptoolError, Conflict, LimitExceeded, NoMatch, Unsupported, UsageError
 from tests.support.adapters import CONFIG, Tensors, halves, model_folder, peft, stored
 from tests.support.errors import refused
+from tests.support.files import load
 from tests.support.looped import looped
 
 
@@ -81,6 +82,18 @@ def test_tied_tensors_are_taken_once(tmp_path: Path) -> None:
     # Both under their names, for PEFT.
     assert {f"base_model.model.{name}.weight" for name in ("wte", "lm_head")} < tensors_of(tmp_path / "a").keys()
     assert config_of(tmp_path / "a")["ensure_weight_tying"] is True
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    other = {**tensors_of(tmp_path / "a"), "base_model.model.lm_head.weight": torch.zeros(9, 4)}
+    odd = stored(other, tmp_path / "odd.safetensors")
+    for name, error in ("", Conflict), ("lm_head.weight", NoMatch):  # a file with both names, and one with one of them
+        base = {key: value for key, value in load(files[1]).items() if key != name}
+        base_file = stored(base, tmp_path / "base.pt")
+        ckptool.lora_merge(base_file, tmp_path / "a", tmp_path / "m.pt", overwrite=True)
+        found = load(tmp_path / "m.pt")
+        assert torch.equal(found["wte.weight"], torch.ones(9, 4)) and found.keys() == base.keys()
+        assert found["wte.weight"].data_ptr() == found["wte.weight" if name else "lm_head.weight"].data_ptr()
+        with pytest.raises(error, match="lm_head"):
+            ckptool.lora_merge(base_file, odd, tmp_path / "no.pt", config=CONFIG | {"r": 4})
 
 
 Q = {"up.q.weight": torch.ones(6, 6)}

@@ -6,6 +6,7 @@ Where a change goes follows from the names and shapes of the base; `changes` com
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import permutations
 from math import prod
 from typing import Any
@@ -16,6 +17,7 @@ from ckptool.commands import OUT, OUT_SAFETENSORS, PATTERN, command
 from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, KOHYA, LORA, TOKENS, WHOLE, Places, orientation
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
 from ckptool.formats.model_folder import ADAPTER
+from ckptool.transforms.average import alike
 from ckptool.transforms.lora.adapters import Adapter, Delta, matches, scale_of
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
 
@@ -44,7 +46,7 @@ class AdapterMerge:
         ties: Mapping[str, str] | None,
     ) -> None:
         self.base, self.adapter, self.multiplier, self.is_ordered = base, adapter, multiplier, is_ordered
-        self.base_name, self.name, self.ties = base_name, adapter.name, ties or {}
+        self.base_name, self.name, self.ties = base_name, adapter.name, {**(ties or {})}
         self.tensors = {key: item for key, item in base.items() if type(key) is str and isinstance(item, TensorEntry)}
         self.parameters: dict[Delta, list[str]] = {}  # changes of single parameters, with the possible names of each
         targets = [target.rpartition(".")[::2] for target in adapter.names("target_parameters")]
@@ -62,6 +64,8 @@ class AdapterMerge:
         deltas = sorted(adapter.deltas, key=lambda delta: delta.method != WHOLE)  # whole tensors first
         for component in dict.fromkeys(delta.component for delta in deltas):
             self.places.settle(component, [self._spellings(delta) for delta in deltas if delta.component == component])
+        replacements = [delta for delta in deltas if delta.method == WHOLE]
+        self.whole = {self.places.in_base(each.component, each.module): each.factors[""] for each in replacements}
         self._settle_parameters()
         if unplaced := [delta for delta in deltas if not self._apply(delta)]:
             for name, delta in ((f"{delta.module}.weight", delta) for delta in unplaced if delta.method == LORA):
@@ -129,8 +133,17 @@ class AdapterMerge:
     def _apply(self, delta: Delta) -> bool:
         """Applies a change to its tensor; False where the base has no such tensor."""
         key = self._target_key(delta)
+        name = key or self.places.in_base(delta.component, delta.module) or delta.module
+        if delta.method == WHOLE:  # PEFT saves tied tensors under each of their names
+            view = self.tensors[key].view if key in self.tensors else None
+            same = (other for other in self.replaced if view and self.tensors[other].view == view)
+            twin = self.whole.get(self.ties.get(name) or next(same, ""))
+            if twin is not None and alike(twin, delta.factors[""]):
+                delta = replace(delta, factors={"": twin})
+                if key is None:
+                    del self.ties[name]
+                    return True
         if key is None:
-            name = self.places.in_base(delta.component, delta.module) or delta.module
             saved = any(f".{module}." in f".{delta.module}" for module in self.adapter.names("modules_to_save"))
             if delta.method != WHOLE or not saved or name in self.merged:
                 return False
@@ -150,7 +163,9 @@ class AdapterMerge:
         except Misfit as misfit:
             what = f"{self.name}: the change to {delta.module} is for {list(misfit.args[0])}, and "
             what += f"{key} of {self.base_name} is {list(self.base[key].shape)}"
-            raise Conflict(what, "The adapter was trained on a different base. Nothing was written.") from None
+            fix = "If its vocabulary was resized, save a resized base first: model.resize_token_embeddings(…)"
+            fix *= delta.method == WHOLE and misfit.args[0][1:] == self.base[key].shape[1:]
+            raise Conflict(what, "The adapter was trained on a different base. Nothing was written.", fix) from None
         except Conflict as error:
             raise error.within(f"{self.name}: {delta.module}") from None
         before = () if delta.method == WHOLE else before
