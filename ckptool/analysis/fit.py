@@ -282,9 +282,11 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
         yield replace(reason, advised=(command("warm-start", FILE, against=target.name, on_mismatch=skip),))
     if shapes:
         differ = listed([f"{name} {_shape_text(have)} against {_shape_text(want)}" for name, have, want in unequal], 3)
-        row_name = "shape-mismatch, of positions" if ways else "shape-mismatch"
-        count = counted(len(shapes), "tensor has", "tensors have")
-        reason = finding(row_name, count=count, shapes=differ, model=target.name)
+        name, count = (
+            "shape-mismatch" + ", of positions" * bool(ways),
+            counted(len(shapes), "tensor has", "tensors have"),
+        )
+        reason = finding(name, count=count, shapes=differ, model=target.name)
         yield replace(reason, commands=fixes, advice=reason.advice if fixes else "")
 
 
