@@ -240,8 +240,8 @@ def find_way(root: StateDict, target: Target) -> Way:
 
 def _prefixes(names: Iterable[str], full_names: Collection[str]) -> dict[str, None]:
     """The prefixes with which a few of the names become some of the full ones."""
-    sample = list(islice(names, FEW))
-    return dict.fromkeys(full[: -len(name)] for name in sample for full in full_names if full.endswith(f".{name}"))
+    few = islice(names, FEW)
+    return dict.fromkeys(full[: -len(name)] for name in few for full in full_names if full.endswith(f".{name}"))
 
 
 def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
@@ -250,10 +250,8 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
 
     yield from way.steps
     names, shapes = way.fit.names, way.fit.shapes
-    translation = None
-    if not way.fit.is_exact or shapes:
-        translation = translation_to({name: root.node[key] for name, key in names.items()}, target.tensors)
-    if translation is not None:
+    weights = {name: root.node[key] for name, key in names.items()} if shapes or not way.fit.is_exact else {}
+    if weights and (translation := translation_to(weights, target.tensors)) is not None:
         yield replace(finding("layout", why=translation[0]), commands=(translation[1],))
         return
     reported = {key for key in not_tensors(root) if type(key) is str}  # which have a finding of their own
@@ -264,29 +262,25 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
     tied, missing = ([name for name in missing if (name in tied_names) is is_tied] for is_tied in (True, False))
     unequal = [(name, root.node[names[name]], target.tensors[name]) for name in shapes if name in names]
     ways = [f"{name}={how}" for name, *two in unequal if (how := of_positions(name, *(side.shape for side in two)))]
-    skip, out = "skip" if shapes else "", OUT_PT if tied else OUT
+    skip, out, is_other = "skip" if shapes else "", OUT_PT if tied else OUT, way.fit.matched <= len(shapes)
     line = command("warm-start", FILE, against=target.name, resize=ways, on_mismatch=skip, out=out)
     # Where rules may be meant instead, it would be refused.
     new_shapes = {getattr(root.node[names[name]], "shape", None) for name in extra}
     is_renamed = any(name in target.tensors and target.tensors[name].shape in new_shapes for name in missing)
-    fixes = () if target.kind == SPEC or is_renamed or way.fit.matched <= len(shapes) else (line,)
+    fixes = () if target.kind == SPEC or is_renamed or is_other else (line,)
     if tied:
         reason = finding("tied-weights", names=listed(tied, 3), first=tied[0], model=target.name)
         yield replace(reason, commands=fixes, advice="" if shapes else reason.advice)
     if missing or extra:
         sides = (("missing", missing), ("unexpected", extra))
         parts = (f"{len(odd):,} {form(len(odd), 'is', 'are')} {word} ({listed(odd, 2)})" for word, odd in sides if odd)
-        row_name = "keys-differ" if way.fit.matched > len(shapes) else "keys-differ, all of them"
-        count, differ = counted(len(target.tensors), "key"), " and ".join(parts)
-        reason = finding(row_name, count=count, differ=differ, model=target.name)
+        what = {"count": counted(len(target.tensors), "key"), "differ": " and ".join(parts), "model": target.name}
+        reason = finding(f"keys-differ{', all of them' * is_other}", **what)
         yield replace(reason, advised=(command("warm-start", FILE, against=target.name, on_mismatch=skip),))
     if shapes:
         differ = listed([f"{name} {_shape_text(have)} against {_shape_text(want)}" for name, have, want in unequal], 3)
-        name, count = (
-            "shape-mismatch" + ", of positions" * bool(ways),
-            counted(len(shapes), "tensor has", "tensors have"),
-        )
-        reason = finding(name, count=count, shapes=differ, model=target.name)
+        what = {"count": counted(len(shapes), "tensor has", "tensors have"), "shapes": differ, "model": target.name}
+        reason = finding(f"shape-mismatch{', of positions' * bool(ways)}", **what)
         yield replace(reason, commands=fixes, advice=reason.advice if fixes else "")
 
 
