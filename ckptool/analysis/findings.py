@@ -264,8 +264,7 @@ def in_order(findings: Iterable[Finding], compact: Command | None, chain: Chain)
 # Messages of errors --------------------------------------------------------------------------------------------------
 
 MAX_TEXT = 100_000  # characters that are looked at
-UNKNOWN = "unknown-error"
-LOOK = "Examine the file instead: "
+UNKNOWN, LOOK = "unknown-error", "Examine the file instead: "
 
 _SHORT = {
     "<begin>": r"\A(?:(?!missing key)(?s:.))*missing key\(s\) in state_dict:\s*",  # once, however often it is there
@@ -333,8 +332,7 @@ def first_line(text: str, error: KnownError | None = None) -> str:
 def of_error_text(text: str, file: str = "", devices: Sequence[str] | None = None) -> Diagnosis:
     """The meaning of an error message. No file is looked at; without a name its commands speak of FILE and OUT.
     devices: those that the file's tensors were saved on, where they are known."""
-    text = message_of(text)
-    error = recognised(text)
+    error = recognised(text := message_of(text))
     if error is None:
         what = "ckptool does not know this message" if text.strip() else "the message is empty"
         finding = Finding(UNKNOWN, what, first_line(text), advice=LOOK, advised=(command("doctor", FILE),))

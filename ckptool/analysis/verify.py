@@ -21,6 +21,7 @@ from ckptool.checkpoint.blocks import mismatch
 from ckptool.checkpoint.dtypes import Array, has_numbers, numbers
 from ckptool.checkpoint.files import Folder, Input, Source, folder_at, unchanged
 from ckptool.checkpoint.jobs import Jobs, checked_jobs
+from ckptool.checkpoint.numpy_arrays import tensors_and_arrays
 from ckptool.checkpoint.progress import over
 from ckptool.checkpoint.strided import in_storage_order
 from ckptool.checkpoint.tree import address, is_meta, storages, stored_parts, tensors, walk
@@ -178,11 +179,11 @@ class Verification(Report):
             if not row.unset
         ]
         if rows:
-            title = f"not finite ({len(rows):,} of {counted(self.tensors, 'tensor')})"
+            title = f"not finite ({len(rows):,} of {counted(max(self.tensors, len(rows)), 'tensor')})"  # and arrays
             yield Table(rows, title=title, right=(1, 2, 3), limit=SHOWN)
         elif self.non_finite is not None and not self.unsearched:
             but = f", but for what has no value yet: {listed(unset, 3)}" if unset else ""
-            yield f"  all values are finite{but}"
+            yield f"  all tensors have finite values{but}"
         elif self.non_finite is None and self.fine:
             yield "  not searched for NaN and Inf (--finite)"
         yield f"  not searched for NaN: {listed(self.unsearched, 5)}" if self.unsearched else None
@@ -537,8 +538,8 @@ def check_storages(tree: Any, covered: Iterable[Source] = ()) -> tuple[list[Prob
 
 
 def non_finite(part: Checkpoint, *, damaged: bool = False) -> tuple[list[NonFinite], list[str]]:
-    """The tensors with NaN (of complex ones in either part) or Inf, and those that could not be searched: packed
-    types, views without end.
+    """The tensors and arrays with NaN (of complex ones in either part) or Inf, and those that could not be searched:
+    packed types, views without end.
 
     damaged: some are known to be unreadable; those are not searched.
     """
@@ -558,7 +559,7 @@ def non_finite(part: Checkpoint, *, damaged: bool = False) -> tuple[list[NonFini
 
     allowance, roots = readable_bytes(part.tree), find_state_dicts(part)
     by_view: dict[Any, tuple[int, int]] = {}
-    for path, tensor in over(tensors(part.tree), lambda pair: pair[1].nbytes):
+    for path, tensor in over(tensors_and_arrays(part.tree), lambda pair: pair[1].nbytes):
         unsearched += [address(path)] if is_meta(tensor) else []
         for entry in tensor.parts() if isinstance(tensor, Composite) else (tensor,):
             if not isinstance(entry, TensorEntry) or entry.dtype.kind not in ("float", "complex", "bits"):

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from itertools import pairwise
 from typing import Any
 
-from ckptool.checkpoint import MAX_RANK, Data, InlineBytes, Storage, TensorEntry, row_major_strides
+from ckptool.checkpoint import MAX_RANK, Composite, Data, InlineBytes, Storage, Tensor, TensorEntry, row_major_strides
 from ckptool.checkpoint.blocks import Crc
 from ckptool.checkpoint.dtypes import DTYPES, DType
 from ckptool.checkpoint.nodes import MISSING, Object, brief, canonical
+from ckptool.checkpoint.tree import Path, walk
 from ckptool.commands import FILE, OUT_SAFETENSORS, command
 from ckptool.errors import CkptoolError, Corrupt, Unsupported, counted
 from ckptool.facts import dataclass
@@ -79,6 +80,14 @@ def with_tensors(values: Mapping[Any, Any]) -> dict[Any, Any]:
             entry = array_entry(value)
             replaced[id(value)] = value if entry is None else entry
     return {key: replaced[id(value)] for key, value in values.items()}
+
+
+def tensors_and_arrays(tree: Any) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor with its path, and what each pickled numpy array stands for."""
+    for path, node in walk(tree):
+        entry = node if isinstance(node, (TensorEntry, Composite)) else array_entry(node)
+        if entry is not None:
+            yield path, entry
 
 
 MAX_LONG_BYTES = 32 << 20

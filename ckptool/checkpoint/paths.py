@@ -121,6 +121,8 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
             if close := difflib.get_close_matches(os.fsdecode(os.path.basename(path)), names, 1, 0.75):
                 why = f"{why[:-1]}; did you mean {close[0]}?"
             fix = f"Look at what is there: {other_program('ls', os.fsdecode(folder))}"
+        elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+            fix = f"If it is a model on the Hugging Face hub: {command('inspect', f'hf://{name}')}"
     return kind(f"cannot {doing} {name}: {reason}", why, fix).about(number, path)
 
 
@@ -203,10 +205,15 @@ def named_urls(text: str) -> str:
     return re.sub(_SECRETS, name_of, text) if "://" in text else text
 
 
+# The page of a file on a hub, as it is copied from a browser, and where the file is.
+_PAGES = re.compile(r"(https://(?:huggingface\.co/(?:(?:datasets|spaces)/)?|github\.com/)[^/?#]+/[^/?#]+)/blob/")
+
+
 def given_url(name: str) -> str:
     """The URL that a name stands for; with the password for its host, if another URL came with one."""
     host = "/".join(name.split("/", 3)[:3])
-    return GIVEN.get(name) or GIVEN.get(host, host) + name[len(host) :]
+    url = GIVEN.get(name) or GIVEN.get(host, host) + name[len(host) :]
+    return _PAGES.sub(r"\1/raw/" if "://github.com/" in url else r"\1/resolve/", url, count=1)
 
 
 def given_urls(urls: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:

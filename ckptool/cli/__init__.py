@@ -197,7 +197,8 @@ def _answers(verb: str, function: Any, typed: Arguments) -> tuple[Iterable[Answe
         if len(chosen) != 1:
             what = f"{verb} was given {' and '.join(chosen)}" if chosen else f"{verb} needs an output"
             why = "They are mutually exclusive." if chosen else "Nothing is written unless you name an output."
-            ways = "A new file: -o OUT" + "; several into a folder: -d DIR" * ("folder" in typed)
+            last = inputs[-1] if len(inputs) > 1 and not may_exist(inputs[-1].partition("#")[0]) else "OUT"
+            ways = f"A new file: -o {quoted(last)}" + "; several into a folder: -d DIR" * ("folder" in typed)
             ways += "; the file itself: --in-place" * ("in_place" in typed)
             raise UsageError(what, why, declared.one_output or ways)
         if chosen == ["-o"] and len(inputs) > 1:

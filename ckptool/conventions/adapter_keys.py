@@ -28,7 +28,7 @@ LORA, LOHA, LOKR, DIFF, BIAS, WHOLE = "LoRA", "LoHa", "LoKr", "difference", "bia
 TOKENS = "trainable tokens"
 
 _COMPONENTS = (
-    (PEFT, re.compile(r"base_model\.model\.")),
+    (PEFT, re.compile(r"(?:[^.]+\.)*?base_model\.model\.")),
     (AI_TOOLKIT, re.compile(r"diffusion_model\.")),
     (KOHYA, re.compile(r"(?:lora_(?:unet|te\d?|transformer|prior_unet|prior_te|controlnet)|lycoris)_(?=[^.]+\.)")),
     (DIFFUSERS, re.compile(r"(?:unet|text_encoder(?:_\d)?|transformer(?:_\d)?|prior|controlnet)\.")),
@@ -43,6 +43,8 @@ _ROLE = re.compile(
     r"|\.(?P<other>alpha|hada_w[12]_[ab]|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2|diff|diff_b|w_norm|b_norm)"
     r")"
 )
+# What PEFT saves of a model, and beside it: VeRA's shared matrices and the like.
+_OTHER = re.compile(r"base_model\.(?:model\.|\w*(?:lora|vera)_|frod_|shadow_)|(?:prompt_embeddings|prefix_task_\w+)$")
 _HALVES = {"down": "A", "up": "B", "mid": "mid"}
 _WHOLE = re.compile(r"\.modules_to_save(?:\.default)?(?=\.)")
 RANKED = ("A", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")  # the factors whose first dimension is the rank
@@ -142,8 +144,8 @@ def adapter_detail(node: Mapping[Any, Any]) -> str:
     texts = [key for key in node if type(key) is str]
     factors = {key: of for key in texts if is_factor((of := adapter_key(key)).role)}
     if not factors or 4 * len(factors) < len(texts):
-        is_other = all(key.startswith("base_model.model.") and ".base_layer." not in key for key in texts)
-        return "PEFT adapter (not low-rank)" if is_other or texts == ["prompt_embeddings"] else ""
+        is_other = all(_OTHER.match(key) and ".base_layer." not in key for key in texts)
+        return "PEFT adapter (not LoRA, LoHa or LoKr)" if is_other else ""
     shapes = [getattr(node[key], "shape", None) for key, of in factors.items() if of.role in RANKED]
     keys = factors.values()
     methods, schemes = sorted({method_of(factor.role) for factor in keys}), sorted({factor.scheme for factor in keys})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isqrt
 from typing import Any
 
@@ -487,3 +487,20 @@ def is_metadata(metadata: Any) -> bool:
         and all(type(key) is str and is_text(key) and type(value) in (int, bool) for key, value in facts.items())
         for name, facts in metadata.items()
     )
+
+
+def differences(pair: Sequence[Mapping[Any, Any]], names: Sequence[str], *, types: bool = True) -> Iterator[str]:
+    """The names, shapes and types in which two state dicts do not agree, in words. names: what the two are called."""
+    left, right = pair
+    for node, other, where in ((left, right, names[0]), (right, left, names[1])):
+        if only := [str(key) for key in node if key not in other]:
+            yield f"{len(only):,} only in {where} ({listed(only, 2)})"
+    for key, value in right.items():
+        before = left.get(key)
+        if isinstance(value, TensorEntry) and isinstance(before, TensorEntry):
+            if before.shape != value.shape:
+                yield f"{key!s} is {list(before.shape)} in {names[0]}, {list(value.shape)} in {names[1]}"
+            elif before.dtype is not value.dtype and types:
+                yield f"{key!s} is {before.dtype} in {names[0]}, {value.dtype} in {names[1]}"
+        elif key in left and type(before) is not type(value):
+            yield f"{key!s} is a tensor in only one of {names[0]} and {names[1]}"

@@ -12,8 +12,9 @@ import os
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable
+from contextlib import suppress
 
-from ckptool.checkpoint.files import Folder, Input, Readable, folder_at
+from ckptool.checkpoint.files import Folder, Input, Readable, Source, folder_at
 from ckptool.checkpoint.paths import free_name
 from ckptool.commands import command, other_program
 from ckptool.errors import CkptoolError, Corrupt, NoCheckpointInside, NotACheckpoint, Unsupported, listed
@@ -43,6 +44,8 @@ _KINDS: tuple[tuple[bytes, type[CkptoolError], str, str, str], ...] = (
     (rb"\xfd7zXZ\x00", Unsupported, "compressed with xz", _INSIDE, "Unpack it first: xz -dc"),
     (rb"\x28\xb5\x2f\xfd", Unsupported, "compressed with zstd", _INSIDE, "Unpack it first: zstd -dc"),
     (rb"\x04\x22\x4d\x18", Unsupported, "compressed with lz4", _INSIDE, "Unpack it first: lz4 -dc"),
+    (rb"(?:UEsDB|gA[A-Z]{2}|.{3}A{7}B7)[A-Za-z0-9+/\r\n]{60}", Unsupported,
+        "encoded in base64", _INSIDE, "Decode it first: base64 -d"),
     (rb"7z\xbc\xaf\x27\x1c", Unsupported,
         "a 7-Zip archive, whatever its name says", _PACKED, "If you trust where it is from: 7z x"),
     (rb"Rar!\x1a\x07", Unsupported,
@@ -109,6 +112,8 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         weights = [name for name in source.names if name.lower().endswith(_SUFFIXES)]
         if len(weights) == 1 and not any(folder_at(os.path.join(source.path, name)) for name in source.names):
             fix = f"Name the file in it: {command('inspect', os.path.join(source.path, *weights))}"
+        elif revision := _revision(source):
+            fix = f"Name a revision of the model, such as main: {command('inspect', revision)}"
         else:
             fix = f"Name a checkpoint in it; to see which: {command('scan', source.path)}"
         why = f"ckptool looked for {expected}. {held}"
@@ -121,7 +126,9 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
             # `>` replaces what is there.
             out = free_name(unpacked if unpacked != source.path else f"{unpacked}.unpacked", ".unpacked")
             files = () if program.startswith("git") else (source.path,)
-            how = other_program(program, *files, into=out if program.endswith("-dc") else "") if program else ""
+            how = (
+                other_program(program, *files, into=out if program.endswith((" -dc", " -d")) else "") if program else ""
+            )
             # What was opened without a name cannot be named to a program.
             is_named = not (program and files and source.path.startswith("<"))
             fix = f"{advice}{colon}{how}" if is_named else "Unpack it first."
@@ -145,6 +152,8 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         is_text = all(byte >= 32 or byte in b"\t\r\n\f" for byte in head)
     except UnicodeDecodeError:
         is_text = False
+    if not is_text and (sent := read_as_text(source)) is not None:
+        return sent
     if not is_text:
         what = f"{source} is not a checkpoint that ckptool knows"
         return NotACheckpoint(what, f"It begins with the bytes {head[:8].hex(' ')}.")
@@ -153,6 +162,39 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         why = "It is an index, a configuration or an error message, not the tensors."
         return NotACheckpoint(f"{source} is a JSON file", why, f"See which files beside it have tensors: {scan}")
     return NotACheckpoint(f"{source} is a text file", f"It begins with: {head[:40].decode('utf-8', 'replace')}")
+
+
+def _revision(folder: Folder) -> str:
+    """The folder of the branch `main` of a model in a folder of the hub's cache; empty for any other folder."""
+    branch = os.path.join(folder.path, "refs", "main")
+    with suppress(OSError):
+        if os.path.isfile(branch):
+            with open(branch, encoding="utf-8", errors="replace") as file:
+                revision = file.read(64).strip()
+            path = os.path.join(folder.path, "snapshots", revision)
+            return path if revision.isalnum() and os.path.isdir(path) else ""
+    return ""
+
+
+MAX_END, FEW = 1 << 16, 8
+
+
+def read_as_text(source: Source) -> CkptoolError | None:
+    """The error for a binary file that a program read as text and wrote again, as its end shows; None for any other."""
+    end = source.read(max(source.size - MAX_END, 0), min(source.size, MAX_END))
+    try:
+        text = end.lstrip(bytes(range(0x80, 0xC0))).decode()
+    except UnicodeDecodeError:
+        return None
+    what, lost = f"{source} was read as text and written again, as UTF-8", text.count("\ufffd") >= FEW
+    others = [letter for letter in text if letter > "\x7f"]
+    if "\0" not in text or len(others) < FEW or (not lost and max(others) > "\xff"):
+        return None
+    if lost:
+        again = "Copy or download it again, as binary data."
+        return Corrupt(what, "Bytes that are no text became U+FFFD; what they were is lost.", again)
+    how = other_program("iconv -f UTF-8 -t ISO-8859-1", source.path, into=free_name(source.path, ".bytes"))
+    return Corrupt(what, "Each byte became a character.", f"Make bytes of them: {how}")
 
 
 # Zip archives --------------------------------------------------------------------------------------------------------

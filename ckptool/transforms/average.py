@@ -22,17 +22,19 @@ from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 from ckptool.analysis.diff import diff
-from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.arrays import elementwise, fold
 from ckptool.checkpoint.dtypes import Array, by_name, numbers, rounded, scratch
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.paths import literal
 from ckptool.checkpoint.tree import tensors
-from ckptool.commands import OUT, Command, arg, command
-from ckptool.conventions.state_dicts import bare
+from ckptool.commands import FILE, OUT, Command, arg, command
+from ckptool.conventions.adapter_keys import adapter_key, is_factor
+from ckptool.conventions.state_dicts import bare, differences
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed
 from ckptool.formats import DEFAULT
+from ckptool.formats.model_folder import ADAPTER, CONFIG, config_beside
 
 _COMPONENTS = {"c32": "f16", "c64": "f32", "c128": "f64"}
 _PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
@@ -396,9 +398,12 @@ def average(
     """
     last = nodes[-1]
     others = zip(nodes[:-1], names, strict=False)
-    if problems := [line for node, name in others for line in _differences(node, last, name, names[-1])]:
+    if problems := [line for node, name in others for line in differences((node, last), (name, names[-1]))]:
         what = f"the files do not hold the same weights: {listed(problems, 6)}"
         why = "The mean of different models is not a model. Nothing was written."
+        if not any(any(differences((node, last), ("", ""), types=False)) for node in nodes):
+            fix = f"Only their types differ; cast them first: {command('cast', FILE, dtype='f32', out=OUT)}"
+            raise Conflict(what, "Each type rounds in its own way. Nothing was written.", fix)
         plain = [{*bare((*node,))} for node in nodes]
         wrapped = [name for node, name, keys in zip(nodes, names, plain, strict=False) if {*node} != keys]
         if wrapped and all(keys == plain[-1] for keys in plain):
@@ -427,11 +432,10 @@ def average(
         has_mean = is_number and entry is value
         # A counter is one number, and may differ; codes, indices and what holds tensors belong to the other tensors.
         belongs = any(tensors(value)) if entry is None else is_number or entry.numel > 1
-        alone = [Checkpoint({"": node[key]}, DEFAULT) for node in nodes] if belongs and not has_mean else []
-        if not all(diff(other, alone[-1], statistics=False).same for other in alone[:-1]):
+        if belongs and not has_mean and not all(alike(node[key], value) for node in nodes[:-1]):
             what = f"{key!s} has no mean ({kind}), and differs between the files"
             fix = f"Leave it out of each: {command('convert', names[0], exclude=literal(key), out=OUT)}"
-            if entry is not value:
+            if entry is not value and not isinstance(value, Mapping):
                 ways = "tensor.detach().as_subclass(torch.Tensor), to_dense(), dequantize(), torch.from_numpy(array)"
                 fix = f"Give it as a plain tensor: {ways}. {fix}"
             raise Unsupported(what, "The last file's values would end up among the means. Nothing was written.", fix)
@@ -458,6 +462,11 @@ def average(
     return tree, averaged, from_last
 
 
+def alike(a: Any, b: Any) -> bool:
+    """True for two values between which `diff` finds no difference."""
+    return diff(Checkpoint({"": a}, DEFAULT), Checkpoint({"": b}, DEFAULT), statistics=False).same
+
+
 def _place_inside(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | None:
     """The stride and offset of a tensor in a contiguous one on the same storage; None if not all of it is inside."""
     (begin, end), (first, last) = part.span(), whole.span()
@@ -465,16 +474,24 @@ def _place_inside(part: TensorEntry, whole: TensorEntry) -> tuple[Any, ...] | No
     return (part.stride, part.offset - whole.offset) if is_inside else None
 
 
-def _differences(node: Mapping[Any, Any], last: Mapping[Any, Any], name: str, other: str) -> Iterator[str]:
-    for left, right, where in ((node, last, name), (last, node, other)):
-        if only := [str(key) for key in left if key not in right]:
-            yield f"{len(only):,} only in {where} ({listed(only, 2)})"
-    for key, value in last.items():
-        before = node.get(key)
-        if isinstance(value, TensorEntry) and isinstance(before, TensorEntry):
-            if before.shape != value.shape:
-                yield f"{key!s} is {list(before.shape)} in {name}, {list(value.shape)} in {other}"
-            elif before.dtype is not value.dtype:
-                yield f"{key!s} is {before.dtype} in {name}, {value.dtype} in {other}"
-        elif key in node and type(before) is not type(value):
-            yield f"{key!s} is a tensor in only one of {name} and {other}"
+_NAMES = {"_name_or_path", "base_model_name_or_path", "peft_version", "revision", "transformers_version"}
+
+
+def doubts(tree: Mapping[Any, Any], checkpoints: Sequence[Checkpoint]) -> Iterator[Note]:
+    """What may be wrong with the weights that checkpoints were merged into."""
+    keys = [key for key in tree if type(key) is str]
+    if any(key.endswith("running_var") for key in keys):
+        message = "statistics of BatchNorm are merged like weights: torch.optim.swa_utils.update_bn computes new ones"
+        yield Note("batch-statistics", message)
+    if any(is_factor(adapter_key(key).role) for key in keys):
+        message = "an adapter's factors are merged one by one: their product is not the mean of the changes"
+        yield Note("factors-apart", message)
+    # PEFT's lists of names come from sets, in any order.
+    *others, last = (
+        {name: sorted(map(str, x)) if isinstance(x, list) else x for name, x in config.items() if name not in _NAMES}
+        for config in (config_beside(checkpoint, ADAPTER, CONFIG) or {} for checkpoint in checkpoints)
+    )
+    pairs = ((config, name) for config in others if config and last for name in {*config, *last})
+    if differing := {name for config, name in pairs if config.get(name) != last.get(name)}:
+        message = f"the files' configurations differ in {listed(sorted(differing))}; the last one's is used"
+        yield Note("configs-differ", message)

@@ -196,7 +196,7 @@ def _ties(config: Mapping[str, Any], tree: Mapping[Any, Any]) -> dict[str, str] 
     pairs = [path + suffix for path, part in parts for suffix in table.get(_class_name(part), ())]
     says = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     is_tied = any(part.get("tie_word_embeddings") is True for part in says)
-    if name not in table and is_tied and (name is None or re.search("LM|Generation", name)):
+    if name not in table and is_tied and (name is None or re.search("LM(Head|$)|Generation", name)):
         matches = [match for key in tree if type(key) is str and (match := _HEAD.fullmatch(key))]
         if any(match["head"] for match in matches):
             return {}

@@ -103,7 +103,8 @@ def average(
     paths = [printable(name) for name in names[-count:]]
     listing = listed([f"{name} ({why})" for name, why in copied.items()], 4)
     message = f"the weights add up to {sum(merge.weights):.6g}, not 1, which scales the result"
-    scales = merge.method == "mean" and abs(sum(merge.weights) - 1) >= 1e-6
+    notes = [Note("weights-sum", message)] if merge.method == "mean" and abs(sum(merge.weights) - 1) >= 1e-6 else []
+    notes += means.doubts(tree, [checkpoint for checkpoint, _ in pairs])
     place = f" of {roots[-1][0].address}" if roots[-1][0].address and len({place for _, place in taken}) == 1 else ""
     remark = next((remark for _, remark in roots if remark), "")
     merged = "the mean" if merge.method == "mean" else f"the {merge.method} merge"
@@ -113,7 +114,7 @@ def average(
         Row("settings", merge.settings, merge.settings),
         Row("kept", copied, [f"copied from {paths[-1]}: {listing}"] if listing else []),
         Row("left_behind", addresses, Behind(weighing, plain, {}).lines),
-        notes=[Note("weights-sum", message)] * scales + [Note("root", remark)] * (change.live and bool(remark)),
+        notes=notes + [Note("root", remark)] * (change.live and bool(remark)),
         files=paths,
         weights=list(merge.weights),
         method=merge.method,

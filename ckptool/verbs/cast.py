@@ -68,19 +68,7 @@ def cast(
         raise NoMatch(f"nothing was cast: {count} of other kinds ({kinds})", "Only plain ones can be cast.")
     beside = model_folder(change.original, plan.checkpoint.tree, dequantized=True) if weights else None
     written = change.save(plan.checkpoint, changes=plan.tensors > 0 or bool(weights), beside=beside)
-    dry_run = bool(change.options["dry_run"])
-    rows: list[Row | str] = []
-    if weights:
-        computed: list[dict[str, Any]] = [
-            {"path": name, "from": weight.words, "shape": list(weight.shape), "keys": list(weight.keys)}
-            for name, weight in weights
-        ]
-        shown = computed if dry_run else computed[:SHOWN]
-        lines = [f"{fact['path']} {fact['shape']} {target.name} ← {fact['from']}" for fact in shown]
-        if hidden := len(computed) - len(shown):
-            lines.append(f"… and {counted(hidden, 'weight')} more ({arg(dry_run=True)} shows all)")
-        rows.append(Row("dequantized", computed, lines))
-        rows.append(Row.named("left_out", left_out, "left out, scales of activations:", 6))
+    dry_run, rows = bool(change.options["dry_run"]), list[Row | str]()
     summary = f"already clean: every floating tensor that was asked for is {target.name}"
     if plan.tensors:
         before, after = size(plan.bytes_before), size(plan.bytes_after)
@@ -88,23 +76,32 @@ def cast(
     elif plan.skipped:
         unchanged = counted(len(plan.skipped), "tensor is", "tensors are")
         summary = f"nothing was cast: {unchanged} left as is; any others are already {target.name}"
+    if weights:
+        count = f"{counted(len(weights), 'quantized weight')} computed as {target.name}"
+        summary = f"{count}; {summary}" if plan.tensors else count
+        computed: list[dict[str, Any]] = [
+            {"path": name, "from": weight.words, "shape": list(weight.shape), "keys": list(weight.keys)}
+            for name, weight in weights
+        ]
+        lines = [f"{fact['path']} {fact['shape']} {target.name} ← {fact['from']}" for fact in computed]
+        if not dry_run and (hidden := len(lines[SHOWN:])):
+            lines[SHOWN:] = [f"… and {counted(hidden, 'weight')} more ({arg(dry_run=True)} shows all)"]
+        rows += [Row("dequantized", computed, lines)]
+        rows += [Row.named("left_out", left_out, "left out, scales of activations:", 6)]
     lossy = [(name, kind, asdict(tally)) for name, kind, tally in plan.tallies if tally.changed]
     facts = [{"storage_of": name, "from": kind.name, **tally} for name, kind, tally in lossy]
     rows.append(Row("lossy", facts, _losses(plan, bool(weights)) if plan.tensors and not dry_run else ()))
     not_cast = Row.named("", [f"{name} ({kind})" for name, kind in plan.skipped], "not cast:").lines
     rows.append(Row("skipped", [{"path": name, "kind": kind} for name, kind in plan.skipped], not_cast))
-    if weights:
-        count = f"{counted(len(weights), 'quantized weight')} computed as {target.name}"
-        summary = f"{count}; {summary}" if plan.tensors else count
-        if quantization_config(change.original) and not written.details:
-            elsewhere = f"in a folder ({arg(out='DIR/')}) it would not"
-            rows.append(f"config.json beside it still names the quantization; {elsewhere}")
+    if weights and quantization_config(change.original) and not written.details:
+        elsewhere = f"in a folder ({arg(out='DIR/')}) it would not"
+        rows.append(f"config.json beside it still names the quantization; {elsewhere}")
     if plan.tensors and any(True for _ in optimizers(part.tree)):
         rows.append("the optimizer's state keeps its dtypes")
     infinite = sum(tally.overflowed for *_, tally in plan.tallies) if change.live else 0  # else a line says it
     notes = [Note("non-finite", f"{counted(infinite, 'value')} became infinite or NaN")] if infinite else []
-    totals = {name: getattr(plan, name) for name in ("tensors", "bytes_before", "bytes_after")}
-    return written.about(summary, *rows, notes=notes, dtype=target.name, **totals)
+    totals = {"bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after}
+    return written.about(summary, *rows, notes=notes, dtype=target.name, tensors=plan.tensors, **totals)
 
 
 def _losses(plan: Cast, computed: bool) -> Iterator[str]:

@@ -82,7 +82,7 @@ def lora_merge(
     changed = weights_alone(checkpoint, tree, [(checkpoint.metadata, root.path)])
     leftovers = left_behind(checkpoint, around(checkpoint, root), tree, chosen=opened.at is not None)
     inputs = [adapter_checkpoint.source] if adapter_checkpoint.source else []
-    trained_on = printable(parsed.base_model)
+    trained_on = printable(str(parsed.config.get("base_model_name_or_path") or ""))
     return change.write(together(checkpoint, [adapter_checkpoint]), changed, inputs=inputs).about(
         f"{counted(merged.count, 'key')} of {parsed.name} merged into {counted(len(merged.computed), 'tensor')}",
         *([remark] if remark else []),

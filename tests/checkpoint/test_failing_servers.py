@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 from random import Random
+from typing import Any
 
+import fsspec
 import pytest
 import torch
 
 import ckptool
 from ckptool.checkpoint import remote
+from ckptool.errors import FileProblem, NoPermission, UsageError
 from tests.support.cli import Run
 from tests.support.elsewhere import make_elsewhere
 from tests.support.looped import looped
@@ -91,3 +94,28 @@ def test_a_folder_that_is_replaced_meanwhile_is_never_read_as_a_mix_of_two(
         if len(server.log) < before:
             break
     assert ran.code == 0 and before > 4
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "tries"),
+    [
+        (ValueError("bad option"), UsageError, 1),
+        (OSError("reset"), FileProblem, 3),
+        (PermissionError(), NoPermission, 1),
+    ],
+)
+def test_what_a_file_system_raises_is_tried_again_only_where_that_may_help(
+    raised: Exception, kind: type[Exception], tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, asked = fsspec.filesystem("memory"), list[str]()
+    memory.pipe("/failing.pt", bytes(100))
+
+    def cat_file(_: Any, path: str, *__: Any) -> bytes:
+        asked.append(path)
+        raise raised
+
+    monkeypatch.setattr(remote, "WAIT", 0)
+    monkeypatch.setattr(type(memory), "cat_file", cat_file)
+    with pytest.raises(kind):
+        ckptool.open("memory://failing.pt")
+    assert len(asked) == tries

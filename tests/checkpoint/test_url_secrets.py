@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.checkpoint.paths import given_url
 from ckptool.errors import CkptoolError
 from tests.support.cli import Run
 from tests.support.elsewhere import READS, layered, make_elsewhere
@@ -123,3 +124,19 @@ def test_a_folder_behind_a_chain_of_urls_is_refused(name: str, files: Path, tmp_
     for verb in ("scan {}", "inspect {}", f"strip-module {files}/model.pt --to torch-zip -o {{}}"):
         ran = run(*verb.format(f"zip://{name}::{tmp_path}/a.zip").split())
         assert ran.code == 2 and ("only single files" in ran.err or "chains file systems" in ran.err), ran
+
+
+@pytest.mark.parametrize(
+    ("page", "file"),
+    [
+        (
+            "huggingface.co/org/m/blob/main/model.safetensors?x=1",
+            "huggingface.co/org/m/resolve/main/model.safetensors?x=1",
+        ),
+        ("huggingface.co/datasets/org/m/blob/main/a.pt", "huggingface.co/datasets/org/m/resolve/main/a.pt"),
+        ("github.com/org/m/blob/main/blob/a.pt", "github.com/org/m/raw/main/blob/a.pt"),
+        ("example.org/org/m/blob/main/a.pt", "example.org/org/m/blob/main/a.pt"),
+    ],
+)
+def test_the_page_of_a_file_on_a_hub_stands_for_the_file(page: str, file: str) -> None:
+    assert given_url(f"https://{page}") == f"https://{file}"

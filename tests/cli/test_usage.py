@@ -96,6 +96,14 @@ def test_what_cannot_be_read_or_written_is_said(
     assert sorted(files.rglob("*")) == there
 
 
+@pytest.mark.parametrize("verb", ["convert", "strip-module", "cast --dtype bf16"])
+def test_an_output_that_is_given_as_to_cp_is_named_in_the_error(verb: str, files: Path, run: Run) -> None:
+    name, *options = verb.split()
+    assert "A new file: -o 'a b.pt'" in run(name, "dp.pt", "a b.pt", *options).err
+    assert "A new file: -o OUT" in run(name, "dp.pt", "dp.pt#/", *options).err
+    assert "hf://org/model" in run(name, "org/model", "-o", "out.pt", *options).err
+
+
 @pytest.fixture
 def special(files: Path) -> Iterator[list[str]]:
     """Things that are opened like files, and are none: reading one would wait for ever, or never end."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import itertools
 import json
+import pickle
+import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
@@ -11,6 +15,7 @@ from typing import Any
 
 import numpy
 import pytest
+import safetensors.torch
 import torch
 
 import ckptool
@@ -104,6 +109,34 @@ def test_what_a_failed_save_leaves_is_named(tmp_path: Path) -> None:
     assert ckptool.scan(tmp_path).latest_good == str(tmp_path / "step_100.pt")
 
 
+AS_TEXT = {
+    "base64": base64.b64encode,
+    "base64, in lines": base64.encodebytes,
+    "as Latin-1": lambda data: data.decode("latin-1").encode(),
+    "as UTF-8": lambda data: data.decode(errors="replace").encode(),
+}
+
+
+@looped(("form", "how"), itertools.product(["zip", "legacy", "safetensors", "pickle"], AS_TEXT))
+def test_what_was_read_as_text_is_told_and_a_shell_undoes_it(form: str, how: str, tmp_path: Path) -> None:
+    weights = torch.nn.Linear(64, 16).state_dict()
+    data = {
+        "zip": torch_bytes,
+        "legacy": lambda value: torch_bytes(value, _use_new_zipfile_serialization=False),
+        "safetensors": safetensors.torch.save,
+        "pickle": pickle.dumps,
+    }[form](weights)
+    file = written(AS_TEXT[how](data), tmp_path / "a file.pt")
+    (found,) = ckptool.doctor(file).findings
+    if how == "as UTF-8":
+        assert found.code == "corrupt" and "as binary data" in found.advice and not found.fixes
+    else:
+        (fix,) = found.fixes
+        subprocess.run(["sh", "-c", str(fix)], check=True, cwd=tmp_path)
+        (out,) = (path for path in tmp_path.iterdir() if path != file)
+        assert out.read_bytes() == data
+
+
 def test_random_starts_never_reach_a_traceback(tmp_path: Path) -> None:
     chance = numpy.random.default_rng(1)
     starts = [*OTHER_MODELS.values(), CHECKPOINT[:64], plain_tar()[:300], b"{", b"\x80\x02", b"<"]
@@ -137,3 +170,14 @@ def test_the_only_file_in_a_folder_is_named(tmp_path: Path, run: Run) -> None:
     assert f"inspect {tmp_path}/lit_model.pth" in run("inspect", str(tmp_path)).err
     (tmp_path / "critic").mkdir()
     assert f"scan {tmp_path}" in run("inspect", str(tmp_path)).err
+
+
+def test_a_model_in_the_cache_of_the_hub_is_named_with_its_branch(tmp_path: Path, run: Run) -> None:
+    model = tmp_path / "models--org--m"
+    for revision in ("abc", "def"):
+        (model / "snapshots" / revision).mkdir(parents=True)
+        written(safetensors.torch.save({"w": torch.ones(2)}), model / "snapshots" / revision / "model.safetensors")
+    (model / "refs").mkdir()
+    for branch, words in (("def\n", f"such as main: ckptool inspect {model}/snapshots/def"), ("../..", "to see which")):
+        (model / "refs" / "main").write_text(branch)
+        assert words in run("inspect", str(model)).err

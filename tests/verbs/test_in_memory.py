@@ -25,7 +25,7 @@ from tests.support.looped import looped
 from tests.support.object_graphs import saved_graph
 from tests.support.same import assert_same_objects
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*optimizer-differs:UserWarning")  # of `bake`
+pytestmark = pytest.mark.filterwarnings("ignore:.*optimizer-differs|statistics of BatchNorm:UserWarning")  # of verbs
 
 
 def wrapped() -> nn.Module:

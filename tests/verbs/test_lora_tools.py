@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, LimitExceeded, NoMatch, Unsupported, UsageError
-from tests.support.adapters import Tensors, halves, model_folder, peft, stored
+from tests.support.adapters import CONFIG, Tensors, halves, model_folder, peft, stored
 from tests.support.errors import refused
+from tests.support.files import load
 from tests.support.looped import looped
 
 
@@ -81,6 +82,18 @@ def test_tied_tensors_are_taken_once(tmp_path: Path) -> None:
     # Both under their names, for PEFT.
     assert {f"base_model.model.{name}.weight" for name in ("wte", "lm_head")} < tensors_of(tmp_path / "a").keys()
     assert config_of(tmp_path / "a")["ensure_weight_tying"] is True
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    other = {**tensors_of(tmp_path / "a"), "base_model.model.lm_head.weight": torch.zeros(9, 4)}
+    odd = stored(other, tmp_path / "odd.safetensors")
+    for name, error in ("", Conflict), ("lm_head.weight", NoMatch):  # a file with both names, and one with one of them
+        base = {key: value for key, value in load(files[1]).items() if key != name}
+        base_file = stored(base, tmp_path / "base.pt")
+        ckptool.lora_merge(base_file, tmp_path / "a", tmp_path / "m.pt", overwrite=True)
+        found = load(tmp_path / "m.pt")
+        assert torch.equal(found["wte.weight"], torch.ones(9, 4)) and found.keys() == base.keys()
+        assert found["wte.weight"].data_ptr() == found["wte.weight" if name else "lm_head.weight"].data_ptr()
+        with pytest.raises(error, match="lm_head"):
+            ckptool.lora_merge(base_file, odd, tmp_path / "no.pt", config=CONFIG | {"r": 4})
 
 
 Q = {"up.q.weight": torch.ones(6, 6)}
@@ -91,8 +104,8 @@ KINDS |= {"up.a.bias": torch.ones(6), "up.b.bias": torch.ones(8), "up.q.bias": t
 @looped(
     ("change", "options", "kind", "message"),
     [
-        ({"up.q.weight": torch.zeros(3, 3)}, {}, Conflict, r"up.q.weight is \[3, 3\] and \[6, 6\]"),
-        ({"new.weight": torch.zeros(3, 3)}, {}, Conflict, "new.weight is only in .*tuned"),
+        ({"up.q.weight": torch.zeros(3, 3)}, {}, Conflict, r"up.q.weight is \[3, 3\] in .*, \[6, 6\] in"),
+        ({"new.weight": torch.zeros(3, 3)}, {}, Conflict, r"1 only in .*tuned.* \(new.weight\)"),
         ({}, {}, NoMatch, "have the same values"),
         ({"up.q.weight": torch.full((6, 6), math.nan)}, {}, Conflict, "up.q.weight has infinities or NaN"),
         (Q, {"base": KINDS}, Unsupported, "up.q.weight is square, .* both kinds"),
@@ -291,6 +304,24 @@ def test_a_magnitude_of_diffusers_is_that_of_peft(tmp_path: Path) -> None:
     assert torch.equal(*both)
 
 
+@looped("lead", ["model.", "module._orig_mod.", "policy.net."])
+def test_an_adapter_of_a_model_inside_another_is_that_models(lead: str, tmp_path: Path) -> None:
+    """As Lightning, DDP and others save it: patterns are for names inside, and PEFT takes no others."""
+    factors = halves("up", 8) | halves("q", 8)
+    plain = peft(tmp_path / "plain", factors, alpha_pattern={"^up": 9})
+    inner = stored({f"{lead}base_model.model.{key}": value for key, value in factors.items()}, tmp_path / "inner.pt")
+    base = stored({f"{name}.weight": torch.ones(8, 6) for name in ("up", "q")}, tmp_path / "base.pt")
+    for number, (adapter, options) in enumerate(((plain, {}), (inner, {"config": plain / "adapter_config.json"}))):
+        ckptool.lora_merge(base, adapter, tmp_path / f"{number}.pt", **options)
+        ckptool.lora_resize(adapter, tmp_path / f"resized{number}", rank=1, **options)
+        ckptool.lora_convert(adapter, tmp_path / f"{number}.safetensors", to="kohya", **options)
+    for names in (("0.pt", "1.pt"), ("resized0", "resized1"), ("0.safetensors", "1.safetensors")):
+        assert ckptool.diff(*(tmp_path / name for name in names)).same, names
+    both = {f"{side}.base_model.model.{key}": value for side in ("actor", "critic") for key, value in factors.items()}
+    with pytest.raises(Unsupported, match=r"is for actor\.base_model\.model\., critic"):
+        ckptool.lora_merge(base, stored(both, tmp_path / "both.pt"), tmp_path / "no.pt", config=CONFIG)
+
+
 def test_rs_lora_keeps_its_scale(tmp_path: Path) -> None:
     adapter = peft(tmp_path / "a", halves("q", rank=4), r=4, lora_alpha=3, use_rslora=True)
     ckptool.lora_convert(adapter, tmp_path / "k.safetensors", to="kohya")
@@ -310,8 +341,13 @@ def test_names_of_diffusers_models_say_which_it_is_for(module: str, prefix: str,
         (["base_model.model.layers.0.self_attn.k_proj.ia3_l", "base_model.model.layers.0.mlp.down_proj.ia3_l"], True),
         (["base_model.model.layers.0.self_attn.q_proj.oft_R.weight"], True),
         (["prompt_embeddings"], True),
+        (["prefix_task_cols", "prefix_task_rows", "prompt_embeddings"], True),
+        (["base_model.vera_A", "base_model.model.q_proj.vera_lambda_b"], True),
+        (["base_model.unilora_theta_d"], True),
+        (["base_model.frod_V.q_proj", "base_model.model.q_proj.frod_lambda_l"], True),
         (["base_model.model.q_proj.base_layer.weight", "base_model.model.q_proj.ia3_l.default"], False),  # whole model
         (["base_model.encoder.weight", "base_model.model.weight"], False),
+        (["prompt_embeddings", "encoder.weight"], False),
         (["model.layers.0.self_attn.k_proj.weight"], False),
     ],
 )
@@ -320,4 +356,4 @@ def test_peft_adapters_without_low_rank_factors_are_not_called_model_weights(
 ) -> None:
     save_file({key: torch.ones(2, 2) for key in keys}, tmp_path / "adapter_model.safetensors")
     said = str(ckptool.inspect(tmp_path / "adapter_model.safetensors"))
-    assert ("PEFT adapter (not low-rank)" in said, "model weights" in said) == (is_adapter, not is_adapter)
+    assert ("PEFT adapter (not LoRA, LoHa or LoKr)" in said, "model weights" in said) == (is_adapter, not is_adapter)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import zipfile
@@ -256,6 +257,15 @@ def test_non_finite_values_are_counted(dtype: torch.dtype, tmp_path: Path) -> No
     assert not found.fine and not found.problems
     assert verify(path).non_finite is None and verify(path).fine
     assert "not finite (2 of 3 tensors)" in str(found)
+
+
+@pytest.mark.parametrize("dtype", ["f8", ">f4", "c16", "f2"])
+def test_pickled_arrays_are_searched_too(dtype: str, tmp_path: Path) -> None:
+    array = numpy.array([1, float("nan")], dtype)
+    for value in ({"model": {"a.weight": torch.ones(2)}, "stats": [array, array]}, {"w": array}):
+        file = written(pickle.dumps(value), tmp_path / "a.pkl") if "w" in value else saved(value, tmp_path / "a.pt")
+        found = verify(file, finite=True)
+        assert {(row.nans, row.count) for row in found.non_finite or ()} == {(1, 2)} and not found.fine
 
 
 def test_complex_and_composite_values(tmp_path: Path) -> None:

@@ -257,6 +257,14 @@ def test_a_grid_that_keeps_its_number_of_tokens_is_resized_all_the_same(tmp_path
         warm_started(file, target, tmp_path / "c.pt", resize="p=bicubic(from=14x20, to=10x14)")
 
 
+@pytest.mark.parametrize(("tokens", "is_grid"), [(50, True), (51, False)])
+def test_another_grid_is_advised_only_where_there_is_one(tokens: int, is_grid: bool, tmp_path: Path) -> None:
+    file = saved({"pos_embed": torch.ones(1, 17, 4), "w": torch.ones(4)}, tmp_path / "a.pt")
+    target = saved({"pos_embed": torch.zeros(1, tokens, 4), "w": torch.zeros(4)}, tmp_path / "b.pt")
+    refusal = ckptool.warm_start(file, target).refused[0]
+    assert ("For another grid: --resize" in refusal.fix) is is_grid
+
+
 def checkpoint(**shapes: Any) -> Checkpoint:
     """Names (`_` for the dot) to shapes, in f32; each tensor with a storage of its own."""
     tree = {}

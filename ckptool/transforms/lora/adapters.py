@@ -21,7 +21,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ckptool.checkpoint import InlineBytes, Note, Storage, TensorEntry
 from ckptool.checkpoint.arrays import TensorValues
@@ -35,7 +35,6 @@ from ckptool.conventions.adapter_keys import (
     DIFFUSERS_CONFIG,
     KOHYA,
     LOHA,
-    LOKR,
     LORA,
     PEFT,
     RANKED,
@@ -54,6 +53,7 @@ from ckptool.conventions.state_dicts import without_wrappers
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
 from ckptool.facts import dataclass, field, replace
 
+Config: TypeAlias = Mapping[str, Any] | None  # of PEFT
 MAX_RANK = 1 << 16
 
 # Fields of PEFT's configuration that make an adapter more than a change of weights.
@@ -67,7 +67,7 @@ _REFUSED = {
     "monteclora_config": "MonteCLoRA",
 }
 _INITIALISED = ("pissa", "olora", "loftq", "corda", "lora_ga")  # which changed the base before training
-_TYPES = {"LORA": LORA, "LOHA": LOHA, "LOKR": LOKR, "TRAINABLE_TOKENS": TOKENS}
+_TYPES = ("LORA", "LOHA", "LOKR", "TRAINABLE_TOKENS")
 # The sets of roles that together are a complete change of a weight, sorted.
 _COMPLETE = re.compile(
     "|A B( mid)?|tokens|(hada_t1 hada_t2 )?hada_w1_a hada_w1_b hada_w2_a hada_w2_b|diff|w_norm"
@@ -124,11 +124,6 @@ class Adapter:
         """The changes that are computed, except those of biases."""
         return tuple(delta for delta in self.deltas if delta.method not in (BIAS, WHOLE))
 
-    @property
-    def base_model(self) -> str:
-        """The name of the model that it was trained on, if stored."""
-        return str(self.config.get("base_model_name_or_path") or "")
-
     def tokens(self, module: str) -> list[int]:
         """The rows of a table that are trained: those of the first name with which the module's ends, as in PEFT."""
         indices = self.config.get("trainable_token_indices") or self.config.get("token_indices")
@@ -143,10 +138,7 @@ class Adapter:
 
 
 def read_adapter(
-    node: Mapping[Any, Any],
-    name: str,
-    config: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    node: Mapping[Any, Any], name: str, config: Config = None, metadata: Mapping[str, Any] | None = None
 ) -> Adapter:
     """The adapter in a state dict. Reads no values but stored alphas.
 
@@ -157,7 +149,8 @@ def read_adapter(
     fields = config or {}
     kind = str(fields.get("peft_type", "LORA"))
     if kind not in _TYPES:
-        raise Unsupported(f"{name} is an adapter of type {kind[:60]}", f"ckptool supports {listed(list(_TYPES))}.")
+        fix = "PEFT itself merges most of them: model.merge_and_unload().save_pretrained(DIR)"
+        raise Unsupported(f"{name} is an adapter of type {kind[:60]}", f"ckptool reads {listed(_TYPES)}.", fix)
     if refused := [words for field, words in _REFUSED.items() if fields.get(field)]:
         why = "It changes more of a model than its weights, so no merged weights can do the same."
         raise Unsupported(f"{name} uses {listed(refused)}", why)
@@ -179,7 +172,7 @@ def read_adapter(
         _, parts = groups.setdefault(place, (label, {}))
         if label.role in parts:
             what = f"{name} has {label.module} twice: {parts[label.role]} and {key}"
-            raise Conflict(what, "Several adapters in one file cannot be distinguished.")
+            raise Conflict(what, "Several adapters in one file cannot be distinguished.", _drop_others(name))
         parts[label.role] = key
     if copies:
         message = f"{listed(copies, 3)}: PEFT's copy of what modules_to_save replaced, not used"
@@ -190,6 +183,11 @@ def read_adapter(
         raise UsageError(f"{name} has no LoRA, LoHa or LoKr factors", "It is not a known adapter.", fix)
     if len(schemes) > 1:
         raise Conflict(f"{name} mixes the names of {listed(schemes)}", "Each scheme has its own way of scaling.")
+    models = {label.component for label, _ in groups.values() if label.component}
+    if len(models) > 1 and schemes == [PEFT]:
+        raise Unsupported(
+            f"{name} is for {listed(sorted(models))}", "A PEFT adapter is for one model.", _drop_others(name)
+        )
     configs: dict[str, dict[str, Any]] = {}  # stored in the file by diffusers: by component, with PEFT's fields
     for key, value in parsed((metadata or {}).get(DIFFUSERS_CONFIG), dict).items():
         component, _, field = key.partition(".")
@@ -199,9 +197,11 @@ def read_adapter(
     return replace(adapter, deltas=tuple(delta for deltas in changes for delta in deltas))
 
 
-def _deltas(
-    adapter: Adapter, config: Mapping[str, Any] | None, label: AdapterKey, keys: Mapping[str, str]
-) -> Iterator[Delta]:
+def _drop_others(name: str) -> str:
+    return f"Drop the keys of the others first: {command('edit', name, drop=PATTERN, out=OUT)}"
+
+
+def _deltas(adapter: Adapter, config: Config, label: AdapterKey, keys: Mapping[str, str]) -> Iterator[Delta]:
     """The changes that a module's keys, by role, make: to its weight, and to its bias."""
     where = f"{adapter.name}: {label.module}"
     entries = {role: adapter.tree[key] for role, key in keys.items()}
@@ -227,7 +227,8 @@ def _deltas(
         raise Conflict(f"{where} has rank 0", "It was saved without its values, as happens in sharded training.")
     if rank > MAX_RANK:
         raise LimitExceeded(f"{where} has rank {rank:,}", f"ckptool reads at most {MAX_RANK:,}.")
-    alpha, scale = _scale(adapter, config, label, keys, method, rank)
+    experts = 0 if config and config.get("target_parameters") else 1
+    alpha, scale = scale_of(adapter, config, label.module, keys, method, rank, experts)
     delta_keys = {role: key for role, key in keys.items() if role != bias}
     delta = Delta(label.component, label.module, factors, delta_keys, rank, alpha, scale, label.embedding, label.depth)
     if factors:
@@ -238,11 +239,14 @@ def _deltas(
         yield replace(delta, factors={bias: entries[bias]}, keys=delta_keys, rank=0, scale=scale)
 
 
-def _scale(
-    adapter: Adapter, config: Mapping[str, Any] | None, key: AdapterKey, keys: Mapping[str, str], method: str, rank: int
+def scale_of(
+    adapter: Adapter, config: Config, name: str, keys: Mapping[str, str], method: str, rank: int, experts: int = 1
 ) -> tuple[float | None, float]:
-    """A module's alpha and the resulting scale: stored, or by PEFT's configuration with its patterns."""
-    where = f"{adapter.name}: {key.module}"
+    """A module's or parameter's alpha and the resulting scale: stored, or by PEFT's configuration with its patterns.
+
+    experts: how many share the rank; 0 where only a base can tell, as it does what the parameter is called.
+    """
+    where = f"{adapter.name}: {name}"
     is_whole = not rank and ("alpha" in keys or adapter.scheme != PEFT)  # a LoKr of two matrices that are not factored
     if method in (DIFF, TOKENS) or is_whole:
         return None, 1.0
@@ -259,10 +263,9 @@ def _scale(
         what = f"{adapter.name} does not say its alpha: that is in adapter_config.json, which is not beside it"
         raise UsageError(what, "Without it the scale is unknown.", f"Name it: {arg(config='adapter_config.json')}")
     default = config.get("lora_alpha" if method == LORA else "alpha", 8)
-    alpha = _checked_number(_by_pattern(config, "alpha_pattern", key.module, default), f"{where}: alpha")
-    config_rank = _checked_number(_by_pattern(config, "rank_pattern", key.module, config.get("r", rank)), f"{where}: r")
-    stacked = bool(config.get("target_parameters")) and config_rank > 0 and rank % config_rank == 0
-    if config_rank <= 0 or (method == LORA and config_rank != rank and not stacked):
+    alpha = _checked_number(_by_pattern(config, "alpha_pattern", name, default), f"{where}: alpha")
+    config_rank = _checked_number(_by_pattern(config, "rank_pattern", name, config.get("r", rank)), f"{where}: r")
+    if config_rank <= 0 or (method == LORA and experts and config_rank * experts != rank):
         what = f"{where} has rank {rank:,}, and {config_rank:g} by its configuration"
         raise Conflict(what, "The configuration belongs to a different adapter. Nothing was written.")
     return alpha, alpha / (math.sqrt(config_rank) if config.get("use_rslora") else config_rank)
@@ -430,8 +433,7 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
         names[component] = {PEFT: MODEL, DIFFUSERS: of_diffusers, KOHYA: of_kohya}[scheme]
     if len(set(names.values())) < len(components):
         what = f"{name} is for {listed(sorted(components))}"
-        advice = f"Drop the keys of the others first: {command('edit', name, drop=PATTERN, out=OUT)}"
-        raise Unsupported(what, "A PEFT adapter is for one model.", advice)
+        raise Unsupported(what, "A PEFT adapter is for one model.", _drop_others(name))
     modules = dict[str, str]()  # kohya's with dots: as the bases have them, else by the words of known modules
     if old == KOHYA and scheme != KOHYA:
         places = Places(sorted({f"{module}.weight" for module in _base_modules(bases)}), underscored=True)

@@ -29,6 +29,7 @@ from ckptool.checkpoint.paths import literal, selected
 from ckptool.checkpoint.progress import over
 from ckptool.commands import FILE, OUT, PATTERN, arg, command
 from ckptool.conventions.adapter_keys import BIAS, DIFFUSERS_CONFIG, EMBEDDING, PEFT, WHOLE, is_linear, orientation
+from ckptool.conventions.state_dicts import differences
 from ckptool.errors import Conflict, LimitExceeded, NoMatch, Unsupported, UsageError, counted, listed
 from ckptool.facts import replace
 from ckptool.transforms.lora.adapters import (
@@ -207,7 +208,9 @@ def resize(adapter: Adapter, rank: int) -> tuple[AdapterFile, list[Truncation]]:
     if DIFFUSERS_CONFIG in texts and not any("alpha" in delta.keys for delta in deltas):
         fields = json.loads(texts[DIFFUSERS_CONFIG]) | diffusers_metadata(changed)
         texts[DIFFUSERS_CONFIG] = json.dumps(fields, indent=2)
-    return AdapterFile(tree, config, texts), truncations
+    # PEFT takes no names of what its model was in.
+    lead = adapter.products[0].component.removesuffix(MODEL) if adapter.scheme == PEFT else ""
+    return AdapterFile({key.removeprefix(lead): entry for key, entry in tree.items()}, config, texts), truncations
 
 
 # The difference between two models ------------------------------------------------------------------------------------
@@ -231,15 +234,12 @@ def extract(
     _check_rank(rank)
     base, ties = model.tree, model.ties
     keys = {key for node in (tuned, base) for key in node if type(key) is str}
-    chosen, problems = selected(sorted(keys), only, exclude), []
-    for key in sorted(chosen):
-        after, before = tuned.get(key), base.get(key)
-        if after is None or before is None:
-            problems.append(f"{key} is only in {names[after is None]}")
-        elif not all(isinstance(entry, TensorEntry) and has_numbers(entry.dtype) for entry in (after, before)):
-            problems.append(f"{key} is not a tensor of plain numbers")
-        elif after.shape != before.shape:
-            problems.append(f"{key} is {list(after.shape)} and {list(before.shape)}")
+    chosen = selected(sorted(keys), only, exclude)
+    pair = [{key: node[key] for key in sorted(chosen) if key in node} for node in (tuned, base)]
+    problems = [*differences(pair, names, types=False)]
+    values = [item for node in pair for item in node.items()]
+    odd = {key: None for key, entry in values if not isinstance(entry, TensorEntry) or not has_numbers(entry.dtype)}
+    problems += [f"{key} is not a tensor of plain numbers" for key in odd]
     if problems:
         what = f"{names[0]} and {names[1]} are not the same model: {listed(problems, 6)}"
         why = "An adapter changes the values of tensors that both have. Nothing was written."

@@ -6,6 +6,7 @@ Where a change goes follows from the names and shapes of the base; `changes` com
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import permutations
 from math import prod
 from typing import Any
@@ -15,10 +16,13 @@ from ckptool.checkpoint.nodes import same_kind
 from ckptool.commands import OUT, OUT_SAFETENSORS, PATTERN, command
 from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, KOHYA, LORA, TOKENS, WHOLE, Places, orientation
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
-from ckptool.transforms.lora.adapters import Adapter, Delta, matches
+from ckptool.formats.model_folder import ADAPTER
+from ckptool.transforms.average import alike
+from ckptool.transforms.lora.adapters import Adapter, Delta, matches, scale_of
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
 
 _MOST_PARAMETERS = 6  # of a module, for all orders to be tried
+_OWN_HEAD = "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
 
 
 class AdapterMerge:
@@ -42,7 +46,7 @@ class AdapterMerge:
         ties: Mapping[str, str] | None,
     ) -> None:
         self.base, self.adapter, self.multiplier, self.is_ordered = base, adapter, multiplier, is_ordered
-        self.base_name, self.name, self.ties = base_name, adapter.name, ties or {}
+        self.base_name, self.name, self.ties = base_name, adapter.name, {**(ties or {})}
         self.tensors = {key: item for key, item in base.items() if type(key) is str and isinstance(item, TensorEntry)}
         self.parameters: dict[Delta, list[str]] = {}  # changes of single parameters, with the possible names of each
         targets = [target.rpartition(".")[::2] for target in adapter.names("target_parameters")]
@@ -60,13 +64,19 @@ class AdapterMerge:
         deltas = sorted(adapter.deltas, key=lambda delta: delta.method != WHOLE)  # whole tensors first
         for component in dict.fromkeys(delta.component for delta in deltas):
             self.places.settle(component, [self._spellings(delta) for delta in deltas if delta.component == component])
+        replacements = [delta for delta in deltas if delta.method == WHOLE]
+        self.whole = {self.places.in_base(each.component, each.module): each.factors[""] for each in replacements}
         self._settle_parameters()
-        if unplaced := [key for delta in deltas if not self._apply(delta) for key in delta.keys.values()]:
-            drop = command("edit", self.name, drop=PATTERN, out=OUT)
-            what = f"{len(unplaced):,} of {counted(self.count, 'key')} of {self.name} have no place in {base_name}: "
-            what += f"{listed(unplaced)}"
+        if unplaced := [delta for delta in deltas if not self._apply(delta)]:
+            for name, delta in ((f"{delta.module}.weight", delta) for delta in unplaced if delta.method == LORA):
+                if source := self.ties.get(self.places.in_base(delta.component, name)):
+                    self._refuse_one_side(name, f"{source} in the model", _OWN_HEAD)
+            keys = [key for delta in unplaced for key in delta.keys.values()]
+            what = f"{len(keys):,} of {counted(self.count, 'key')} of {self.name} have no place in {base_name}: "
+            what += f"{listed(keys)}"
             why = "It is for another base or for more than this part, or a key is misspelt. Nothing was written."
-            fix = f"See what the adapter is for: {command('inspect', self.name)}; leave keys out on purpose: {drop}"
+            fix = f"See what the adapter is for: {command('inspect', self.name)}; leave keys out on purpose: "
+            fix += f"{command('edit', self.name, drop=PATTERN, out=OUT)}"
             raise NoMatch(what, why, fix)
         self._refuse_missing()
         self._refuse_untied(ties is None)
@@ -123,8 +133,17 @@ class AdapterMerge:
     def _apply(self, delta: Delta) -> bool:
         """Applies a change to its tensor; False where the base has no such tensor."""
         key = self._target_key(delta)
+        name = key or self.places.in_base(delta.component, delta.module) or delta.module
+        if delta.method == WHOLE:  # PEFT saves tied tensors under each of their names
+            view = self.tensors[key].view if key in self.tensors else None
+            same = (other for other in self.replaced if view and self.tensors[other].view == view)
+            twin = self.whole.get(self.ties.get(name) or next(same, ""))
+            if twin is not None and alike(twin, delta.factors[""]):
+                delta = replace(delta, factors={"": twin})
+                if key is None:
+                    del self.ties[name]
+                    return True
         if key is None:
-            name = self.places.in_base(delta.component, delta.module) or delta.module
             saved = any(f".{module}." in f".{delta.module}" for module in self.adapter.names("modules_to_save"))
             if delta.method != WHOLE or not saved or name in self.merged:
                 return False
@@ -144,7 +163,9 @@ class AdapterMerge:
         except Misfit as misfit:
             what = f"{self.name}: the change to {delta.module} is for {list(misfit.args[0])}, and "
             what += f"{key} of {self.base_name} is {list(self.base[key].shape)}"
-            raise Conflict(what, "The adapter was trained on a different base. Nothing was written.") from None
+            fix = "If its vocabulary was resized, save a resized base first: model.resize_token_embeddings(…)"
+            fix *= delta.method == WHOLE and misfit.args[0][1:] == self.base[key].shape[1:]
+            raise Conflict(what, "The adapter was trained on a different base. Nothing was written.", fix) from None
         except Conflict as error:
             raise error.within(f"{self.name}: {delta.module}") from None
         before = () if delta.method == WHOLE else before
@@ -154,26 +175,27 @@ class AdapterMerge:
         return True
 
     def _changed_entry(self, key: str, delta: Delta) -> TensorEntry:
-        old, replacement = self.tensors.get(key), delta.factors.get("")
-        if replacement is not None and old is not None and old.dtype is replacement.dtype and not old.dtype.is_float:
-            weight = old  # a counter
-        else:
-            value = self.merged.get(key, self.base[key])
-            if not isinstance(value, TensorEntry) or not value.dtype.is_float:
-                what = f"{self.base_name}: {key} is quantized, or not of a floating-point type"
-                raise Unsupported(what, "An adapter is added to plain weights. Nothing was written.")
-            weight = value
+        weight, replacement = self.merged.get(key, self.base[key]), delta.factors.get("")
+        is_counter = isinstance(weight, TensorEntry) and replacement is not None and replacement.dtype is weight.dtype
+        if not isinstance(weight, TensorEntry) or not (weight.dtype.is_float or is_counter):
+            what = f"{self.base_name}: {key} is quantized, or not of a floating-point type"
+            raise Unsupported(what, "An adapter is added to plain weights. Nothing was written.")
         if replacement is not None:
             if replacement.shape != weight.shape:
                 raise Misfit(replacement.shape)
             return as_type(replacement, weight)
         if delta.method == TOKENS:
             return with_rows(delta.factors["tokens"], self.adapter.tokens(delta.module), weight)
+        scale, is_parameter = delta.scale, delta in self.parameters
+        experts = weight.shape[0] if is_parameter and len(weight.shape) == 3 else 0
+        if "B" in delta.factors and self.adapter.config.get("target_parameters"):
+            name = f"{delta.module}.{key.rpartition('.')[2]}" if is_parameter else delta.module  # which patterns match
+            _, scale = scale_of(self.adapter, self.adapter.config, name, {}, LORA, delta.rank, experts or 1)
         return changed(
             delta,
             weight,
-            delta.scale * self.multiplier,
-            experts=delta in self.parameters and len(weight.shape) == 3,
+            scale * self.multiplier,
+            experts=experts > 0,
             peft=not delta.keys.get("magnitude", "").endswith("dora_scale"),
             turned=lambda: self._is_turned(key, delta),
         )
@@ -214,7 +236,7 @@ class AdapterMerge:
     def _refuse_missing(self) -> None:
         """Raises `NoMatch` where PEFT's configuration names modules that the adapter has nothing for."""
         config = self.adapter.config
-        removed, added = self.places.prefixes.get("base_model.model.", ("", ""))
+        removed, added = next(iter(self.places.prefixes.values()))
         no_filter = not any(config.get(field) for field in ("exclude_modules", "layers_to_transform", "layers_pattern"))
         targets = config.get("target_modules")  # ends of names, or an expression for whole names
         ends = tuple(f".{end}" for end in self.adapter.names("target_modules"))
@@ -235,45 +257,37 @@ class AdapterMerge:
         if missing:
             what = f"{self.name} has nothing for {counted(len(missing), 'tensor')} of modules that its configuration "
             what += f"names: {listed(missing)}"
-            raise NoMatch(what, "It is incomplete, or was trained on a different base. Nothing was written.")
+            fix = f"If it is to leave them as they are, its {ADAPTER} must not name them"
+            raise NoMatch(what, "It is incomplete, or was trained on a different base. Nothing was written.", fix)
 
     def _refuse_untied(self, is_unknown: bool) -> None:
         """Raises `Conflict` where tied tensors are not all changed in the same way; `Unsupported` for a changed
         embedding to which the configuration ties an unknown head."""
-        if self.adapter.config.get("ensure_weight_tying"):
-            is_unknown = False
+        is_ensured = bool(self.adapter.config.get("ensure_weight_tying"))
+        is_unknown &= not is_ensured
         if embeddings := [name for name in self.changed if is_unknown and EMBEDDING.fullmatch(name)]:
             what = f"{self.name} changes {listed(embeddings)}, and config.json ties the head to one"
-            fix = "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
-            raise Unsupported(what, "It is unknown which tensors its library ties. Nothing was written.", fix)
+            raise Unsupported(what, "It is unknown which tensors its library ties. Nothing was written.", _OWN_HEAD)
         apart = (
             f"Write the base without ties first: {command('convert', self.base_name, ties='copy', out=OUT_SAFETENSORS)}"
         )
-        views: dict[tuple[Any, ...], list[str]] = {}
-        for key, value in self.tensors.items():
-            views.setdefault(value.view, []).append(key)
-        for keys in views.values():
-            if len(keys) > 1 and len({self.changed.get(key) for key in keys}) > 1:
-                changed_key = next(key for key in keys if key in self.changed)
-                self._refuse_one_side(changed_key, listed([key for key in keys if key != changed_key]), apart)
         of_storage: dict[int, list[str]] = {}
-        for key, *_ in views.values():
-            of_storage.setdefault(id(self.tensors[key].storage), []).append(key)
-        for keys in of_storage.values():  # other views of the same values, such as a transposed head
-            furthest = furthest_changed = (0, "")  # the end so far, and its tensor
-            for (begin, end), key in sorted((self.tensors[key].span(), key) for key in keys if self.tensors[key].numel):
-                is_changed = key in self.changed
-                reach, furthest_key = furthest if is_changed else furthest_changed
-                if begin < reach:
-                    self._refuse_one_side(*((key, furthest_key) if is_changed else (furthest_key, key)), apart)
-                furthest = max(furthest, (end, key))
-                furthest_changed = max(furthest_changed, (end, key)) if is_changed else furthest_changed
+        for key, value in self.tensors.items():
+            of_storage.setdefault(id(value.storage), []).extend([key] if value.numel else [])
+        for keys in of_storage.values():
+            furthest: dict[Any, tuple[int, str]] = {}  # by what changes tensors: the end of all so far, and the last
+            for (begin, end), key in sorted((self.tensors[key].span(), key) for key in keys):
+                how = self.changed.get(key)
+                furthest = {other: place for other, place in furthest.items() if other == how or place[0] > begin}
+                if others := [name for other, (_, name) in furthest.items() if other != how]:
+                    first, second = sorted([key, others[0]], key=lambda name: name not in self.changed)
+                    self._refuse_one_side(first, second, apart)
+                furthest[how] = max(furthest.get(how, (0, "")), (end, key))
         changed = {self._target_key(delta) for delta in self.adapter.deltas if delta.method != TOKENS}
-        for name, source in {} if self.adapter.config.get("ensure_weight_tying") else self.ties.items():
+        for name, source in {} if is_ensured else self.ties.items():
             if source in changed and name not in self.tensors and name not in self.added:
-                fix = "Save the base with a head of its own, and tie_word_embeddings false in its config.json"
-                self._refuse_one_side(source, f"{name} in the model", fix)
+                self._refuse_one_side(source, f"{name} in the model", _OWN_HEAD)
 
     def _refuse_one_side(self, changed: str, unchanged: str, fix: str) -> None:
-        why = "The adapter was trained with only one of them changed. Nothing was written."
+        why = "It does not change both in the same way. Nothing was written."
         raise Conflict(f"{self.name} changes {changed}, which is tied to {unchanged}", why, fix)
