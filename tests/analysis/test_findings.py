@@ -16,6 +16,7 @@ import torch
 
 import ckptool
 from ckptool.analysis.findings import of_error_text, recognised
+from ckptool.errors import COLOURS
 from fixtures.lab import SPECIMENS, make
 from tests.support.looped import looped
 
@@ -75,8 +76,7 @@ def of_rich(error: Raised) -> str:
 
 def of_ipython(error: Raised) -> str:
     ultratb = pytest.importorskip("IPython.core.ultratb")
-    text: str = ultratb.VerboseTB(theme_name="nocolor", include_vars=False).text(*error)
-    return text
+    return COLOURS.sub("", ultratb.VerboseTB(include_vars=False).text(*error))
 
 
 def of_python(error: Raised) -> str:
