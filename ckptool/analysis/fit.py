@@ -17,9 +17,9 @@ from ckptool.checkpoint import StorageRef, Tensor
 from ckptool.checkpoint.nodes import Object, OrderedDict, with_article
 from ckptool.checkpoint.numpy_arrays import Array, array_tensor
 from ckptool.checkpoint.tree import address, children, item_at, walk
-from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, command
+from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, command
 from ckptool.conventions import state_dicts
-from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, of_positions, without_wrappers, wrappers
+from ckptool.conventions.state_dicts import COUNTER, StateDict, of_positions, without_wrappers, wrappers
 from ckptool.errors import counted, form, listed
 from ckptool.facts import dataclass, replace
 from ckptool.formats import named
@@ -199,7 +199,7 @@ def fit(root: StateDict, target: Target, names: Mapping[str, str]) -> Fit:
     for name, key in pairs.items():
         value, expected = root.node[key], target.tensors.get(name)
         if expected is not None and isinstance(value, Tensor) and value.shape != expected.shape:
-            shapes += [name] if (value.shape, expected.shape) != ((1,), ()) else []  # a number, as of torch before 0.4
+            shapes += [name] if value.shape != (1,) or expected.shape else []  # as torch before 0.4 saved numbers
     return Fit(names, tuple(missing), tuple(extra), tuple(shapes))
 
 
@@ -221,7 +221,7 @@ def find_way(root: StateDict, target: Target) -> Way:
     bare = {without_wrappers(key): key for key in keys}
     if any(map(wrappers, keys)) and len(bare) == len(keys):
         unwrapped = fit(root, target, bare)
-        way = Way(unwrapped, (), True) if unwrapped.matched > way.fit.matched else way
+        way = Way(unwrapped, (), True) if unwrapped.matched >= way.fit.matched else way
     if COUNTER in way.fit.extra:
         uncounted = {name: key for name, key in way.fit.names.items() if name != COUNTER}
         way = Way(fit(root, target, uncounted), (finding("averaged-counter", model=target.name),), way.unwraps)
@@ -238,19 +238,19 @@ def find_way(root: StateDict, target: Target) -> Way:
 
     for prefix in _prefixes(target.tensors, names):
         stripped = {name[len(prefix) :]: key for name, key in names.items() if name.startswith(prefix)}
-        average = any(word in prefix.lower() for word in _AVERAGES)
-        row_name = "prefix, some have it" if len(stripped) < len(names) else "prefix, all have it"
-        consider((average, -len(stripped), prefix), row_name, prefix, stripped, len(target.tensors))
+        order = any(word in prefix.lower() for word in _AVERAGES), -len(stripped), prefix
+        row_name = f"prefix, {'some' if len(stripped) < len(names) else 'all'} have it"
+        consider(order, row_name, prefix, stripped, len(target.tensors))
     for prefix in () if improvements else _prefixes(names, target.tensors):
-        row_name = "prefix, the model is wrapped" if prefix == PEELED else "prefix, the model has it"
-        consider((), row_name, prefix, {prefix + name: key for name, key in names.items()}, len(names))
+        prefixed = {prefix + name: key for name, key in names.items()}
+        consider((), "prefix, the model has it", prefix, prefixed, len(names))
     return min(improvements, key=itemgetter(0))[1] if improvements else way
 
 
 def _prefixes(names: Iterable[str], full_names: Collection[str]) -> dict[str, None]:
     """The prefixes with which a few of the names become some of the full ones."""
-    sample = list(islice(names, FEW))
-    return dict.fromkeys(full[: -len(name)] for name in sample for full in full_names if full.endswith(f".{name}"))
+    few = islice(names, FEW)
+    return dict.fromkeys(full[: -len(name)] for name in few for full in full_names if full.endswith(f".{name}"))
 
 
 def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
@@ -259,10 +259,8 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
 
     yield from way.steps
     names, shapes = way.fit.names, way.fit.shapes
-    translation = None
-    if not way.fit.is_exact or shapes:
-        translation = translation_to({name: root.node[key] for name, key in names.items()}, target.tensors)
-    if translation is not None:
+    weights = {name: root.node[key] for name, key in names.items()} if shapes or not way.fit.is_exact else {}
+    if weights and (translation := translation_to(weights, target.tensors)) is not None:
         yield replace(finding("layout", why=translation[0]), commands=(translation[1],))
         return
     reported = {key for key in not_tensors(root) if type(key) is str}  # which have a finding of their own
@@ -270,27 +268,29 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
     extra = [name for name in way.fit.extra if names[name] not in reported]
     groups = tie_groups(target.tensors.values()).values() if not extra else ()
     tied_names = {name for group in groups if any(name in names for name in group) for name in group}
-    model, is_spec = {"model": target.name}, target.kind == SPEC
-    if tied := [name for name in missing if name in tied_names]:
-        missing = [name for name in missing if name not in tied_names]
-        row_name = "tied-weights, of a spec" if is_spec else "tied-weights"
-        yield finding(row_name, names=listed(tied, 3), first=tied[0], **model)
+    tied, missing = ([name for name in missing if (name in tied_names) is is_tied] for is_tied in (True, False))
+    unequal = [(name, root.node[names[name]], target.tensors[name]) for name in shapes if name in names]
+    ways = [f"{name}={how}" for name, *two in unequal if (how := of_positions(name, *(side.shape for side in two)))]
+    skip, out, is_other = "skip" if shapes else "", OUT_PT if tied else OUT, way.fit.matched <= len(shapes)
+    line = command("warm-start", FILE, against=target.name, resize=ways, on_mismatch=skip, out=out)
+    # Where rules may be meant instead, it would be refused.
+    new_shapes = {getattr(root.node[names[name]], "shape", None) for name in extra}
+    is_renamed = any(name in target.tensors and target.tensors[name].shape in new_shapes for name in missing)
+    fixes = () if target.kind == SPEC or is_renamed or is_other else (line,)
+    if tied:
+        reason = finding("tied-weights", names=listed(tied, 3), first=tied[0], model=target.name)
+        yield replace(reason, commands=fixes, advice="" if shapes else reason.advice)
     if missing or extra:
         sides = (("missing", missing), ("unexpected", extra))
-        parts = [f"{len(odd):,} {form(len(odd), 'is', 'are')} {word} ({listed(odd, 2)})" for word, odd in sides if odd]
-        row_name = "keys-differ, and shapes" if shapes else "keys-differ"
-        row_name = row_name if way.fit.matched > len(shapes) else "keys-differ, all of them"
-        yield finding(row_name, count=counted(len(target.tensors), "key"), differ=" and ".join(parts), **model)
+        parts = (f"{len(odd):,} {form(len(odd), 'is', 'are')} {word} ({listed(odd, 2)})" for word, odd in sides if odd)
+        what = {"count": counted(len(target.tensors), "key"), "differ": " and ".join(parts), "model": target.name}
+        reason = finding(f"keys-differ{', all of them' * is_other}", **what)
+        yield replace(reason, advised=(command("warm-start", FILE, against=target.name, on_mismatch=skip),))
     if shapes:
-        unequal = [(name, root.node[names[name]], target.tensors[name]) for name in shapes if name in names]
         differ = listed([f"{name} {_shape_text(have)} against {_shape_text(want)}" for name, have, want in unequal], 3)
-        row_name = "shape-mismatch, alone" if is_spec or way.fit.matched <= len(shapes) else "shape-mismatch"
-        ways = [f"{name}={how}" for name, *two in unequal if (how := of_positions(name, *(side.shape for side in two)))]
-        is_grid = bool(ways) and row_name == "shape-mismatch"
-        row_name += ", of positions" if is_grid else ""
-        reason = finding(row_name, count=counted(len(shapes), "tensor has", "tensors have"), shapes=differ, **model)
-        line = command("warm-start", FILE, against=target.name, resize=ways, on_mismatch="skip", out=OUT)
-        yield replace(reason, commands=(line,)) if is_grid else reason
+        what = {"count": counted(len(shapes), "tensor has", "tensors have"), "shapes": differ, "model": target.name}
+        reason = finding(f"shape-mismatch{', of positions' * bool(ways)}", **what)
+        yield replace(reason, commands=fixes, advice=reason.advice if fixes else "")
 
 
 def _shape_text(tensor: Any) -> str:

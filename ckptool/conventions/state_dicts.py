@@ -505,9 +505,12 @@ def paired(names: Iterable[str], wanted: Iterable[str], fix: Callable[[str], str
 
 def of_positions(name: str, old: Sequence[int] | None, new: Sequence[int] | None) -> str:
     """How `--resize` computes a square grid's positions for another grid: a ViT at another size. Empty for others."""
-    if "pos" not in name.lower() or not old or not new or min(len(old), len(new)) < 2 or old[-1] != new[-1]:
+    is_named = re.search(r"(?<![a-z])pos(ition(al|s)?|_?emb\w*)?(?![a-z])", name.lower())
+    if not is_named or not old or not new or min(len(old), len(new)) < 2 or old[-1] != new[-1]:
         return ""
-    for first in (0, 1, 2):
+    # Tables of a text model are no grid, though 1,024 is a square, and OPT's and BART's begin with 2 others.
+    starts = (0, 1, 2) if len(old) > 2 or re.search("vi[st]|image", name.lower()) else (1,)
+    for first in starts if {1}.issuperset([*old[:-2], *new[:-2]]) else ():
         if all(count > first and isqrt(count - first) ** 2 == count - first for count in (old[-2], new[-2])):
             return f"bicubic(cls={first})" if first else "bicubic"
     return ""

@@ -42,7 +42,7 @@ def with_optimizers(
     """The part with every optimizer's slots by name or number, or flattened, and a line for each optimizer.
 
     whole: the checkpoint that contains the part; the names are looked for among its weights.  target: the model to take
-    the names from instead.
+    the names from where these do not tell, and in whose order slots are numbered.
     Raises `UsageError` for a form that does not exist, `NoMatch` where there is no optimizer, `Conflict` where it is
     not certain which parameter a number stands for, `Unsupported` for state that is not by single parameters.
     """
@@ -58,6 +58,7 @@ def with_optimizers(
     for path, optimizer in states:
         place = address((*part.base, *path))
         slots = Slots(optimizer, place)
+        slots = slots.renamed(slots.names(whole, target)) if form == IDS and target is not None else slots
         count, changed = counted(len(slots.slots), "parameter"), slots.tree
         if form == IDS and not any(type(slot) is str for slot in slots.slots):
             line = f"numbers as keys, {count}"
@@ -66,7 +67,7 @@ def with_optimizers(
             if strange := [slot for slot in slots.tree["state"] if slot not in numbered]:
                 what = f"{place} has state for {listed(strange, 3)}"
                 raise Conflict(what, "No group has that parameter, so it has no number. Nothing was written.")
-            changed, line = slots.numbered(), f"{count} by number"
+            changed, line = slots.numbered(target), f"{count} by number"
         else:
             line = f"{count} by name"
             if not slots.is_named:
@@ -125,11 +126,18 @@ class Slots:
         groups = [{**group, "params": [new[slot] for slot in group["params"]]} for group in self.groups]
         return Slots({**self.tree, "state": state, "param_groups": groups}, self.place)
 
-    def numbered(self) -> dict[str, Any]:
-        """The state dict with numbers for its named slots, and the names beside them."""
+    def numbered(self, target: Target | None = None) -> dict[str, Any]:
+        """The state dict with numbers for its named slots, and the names beside them. target: the model in whose order
+        those of each group are. Raises `Conflict` for a parameter that it does not have."""
         self._refuse_shared()
-        numbers = {slot: number for number, slot in enumerate(self.slots)}
-        groups = [{**group, "param_names": list(group["params"])} for group in self.groups]
+        order = {name: number for number, name in enumerate(self.slots if target is None else target.tensors)}
+        if absent := [slot for slot in self.slots if slot not in order]:
+            what = f"{self.called} has state for {listed(absent, 3)}, and the model has no such parameter"
+            raise Conflict(what, "Its slots cannot be numbered as in the model. Nothing was written.")
+        names = [sorted(group["params"], key=order.__getitem__) for group in self.groups]
+        numbers = {slot: number for number, slot in enumerate(slot for slots in names for slot in slots)}
+        pairs = zip(self.groups, names, strict=True)
+        groups = [{**group, "params": ordered, "param_names": ordered} for group, ordered in pairs]
         return Slots({**self.tree, "param_groups": groups}, self.place).renamed(numbers).tree
 
     def _refuse_shared(self) -> None:
@@ -158,17 +166,14 @@ class Slots:
     def names(
         self, whole: Checkpoint, target: Target | None, advice: str = ADVICE, buffers: Collection[str] = ()
     ) -> dict[Any, str]:
-        """The name of every slot: as the groups give them, else by the order of the model's parameters, or those of the
-        only set of weights that fits.
+        """The name of every slot: as the groups give them, else by the order of the only set of weights beside it that
+        fits, or else by that of the model's parameters.
 
         advice: what to do where that is not known.  buffers: keys that are not parameters, skipped where there are too
         many.
         """
         if (named := self.own_names()) is not None:
             return named
-        if target is not None:
-            parameters = {tensor.name: tensor.shape or () for tensor in target.unique if tensor.kind == PARAMETER}
-            return self._names_in_order(parameters, advice, _in_model_order(target.tensors))
         roots = [root for root in find_state_dicts(replace(whole, tree=nested(whole.tree))) if root.is_model]
         fitting: dict[tuple[Any, ...], dict[Any, str]] = {}
         first_error: CkptoolError | None = None
@@ -193,6 +198,9 @@ class Slots:
                 fitting.setdefault(tuple(names.items()), names)
         if len(fitting) == 1:
             return next(iter(fitting.values()))
+        if target is not None:
+            parameters = {tensor.name: tensor.shape or () for tensor in target.unique if tensor.kind == PARAMETER}
+            return self._names_in_order(parameters, advice, _in_model_order(target.tensors))
         if first_error is not None and not fitting:
             raise first_error
         fits = f"{listed(roots, 4)} all fit" if fitting else f"{whole.source or 'the checkpoint'} holds no weights"

@@ -9,10 +9,10 @@ is used nowhere else, and numbers stay, a link is a true one. The links become f
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import takewhile
+from itertools import chain, islice, takewhile
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -35,10 +35,11 @@ STACKED = "e"  # the variable of stacked tensors
 VARIABLES = "nmkj"  # of rules, for the numbers of a family, of which at most as many vary
 PLAIN = tuple(f"{{{name}}}" for name in VARIABLES)
 _HELD = re.compile(f"[{HOLE}{STACK}{BREAK}]")
-LEVELS = ((4, 4), (3, 3), (2, 2), (2, 1), (1, 2), (1, 1), (0, 0))  # how many numbers of names vary: most first
+LEVELS = ((None, None), (3, 3), (2, 2), (2, 1), (1, 2), (1, 1), (0, 0))  # how many numbers of names vary: most first
 LONG, DEEP = 500, 32  # characters of a key and parts of a name; nothing is suggested for longer ones
 MOST = 10_000  # keys of a side; with more, only the prefix of a wrapper is found
 MOST_ALIKE = 64  # names of the same shapes that are compared
+MOST_WAYS = 16  # prefixes that are tried, and names with the same end
 TRIES = 300_000  # of a rule on a key; parsing a rule counts as `READING` tries
 READING = 400
 _NUMBER = re.compile(r"(?<![0-9])(?<!\.original)([0-9]{1,15})(?![0-9])")
@@ -73,6 +74,7 @@ var: variance
 _WORD = {word: line.split(":")[0] for line in _SAME.strip().splitlines() for word in line.replace(":", "").split()}
 _COMPOUND = (
     (re.compile(r"in_proj|query_key_value|qkv_proj|c_attn"), "qkv"),
+    (re.compile(r"\A([a-z_]+\.)?fc(?=\.[a-z]+\Z)"), "head"),  # a module of the model itself, as torchvision's
     (re.compile(r"\bwte\b"), "token_embed"),
     (re.compile(r"\bwpe\b"), "pos_embed"),
     (re.compile(r"layer_norm|LayerNorm"), "norm"),
@@ -124,8 +126,8 @@ class Family:
 
     @cached_property
     def unnumbered(self) -> str:
-        """The name without the parts that are numbers."""
-        return re.sub(rf"(?<![^.])[0-9{HOLE}]+\.", "", self.text)
+        """The name without its numbers."""
+        return re.sub(rf"(?<![^.])[0-9{HOLE}]+\.|[0-9{HOLE}]+", "", self.text)
 
     @cached_property
     def rank(self) -> int:
@@ -141,8 +143,9 @@ class Family:
         return self.text.removeprefix(self.module)
 
 
-def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
-    """The families of keys. vary: how many numbers of a name may vary, counted from the front; others are text."""
+def families(traits: Mapping[str, Trait], vary: int | None) -> list[Family]:
+    """The families of keys. vary: how many numbers of a name may vary, counted from the front; others are text. None:
+    all do, also those that are the same in all keys."""
     by_text: dict[tuple[str, ...], list[tuple[Numbers, str]]] = defaultdict(list)
     for key in traits:
         parts = _NUMBER.split(key)
@@ -151,8 +154,8 @@ def families(traits: Mapping[str, Trait], vary: int) -> list[Family]:
     while stack:
         pieces, rows = stack.pop()
         columns = zip(*(numbers for numbers, _ in rows), strict=True)
-        varying = [index for index, column in enumerate(columns) if len(set(column)) > 1]
-        if len(varying) > vary:
+        varying = [index for index, column in enumerate(columns) if vary is None or len(set(column)) > 1]
+        if vary is not None and len(varying) > vary:
             parts_of: dict[Numbers, list[tuple[Numbers, str]]] = defaultdict(list)
             for numbers, key in rows:
                 parts_of[tuple(numbers[index] for index in varying[vary:])].append((numbers, key))
@@ -191,6 +194,16 @@ def matched(ours: Family, theirs: Family | None) -> Link | None:
     is_certain = len(traits_at) == len(goals) or any(len(traits) > 1 for traits in traits_at.values())
     keys = ((ours.keys[old], theirs.keys[new]) for old, new in zip(mine, goals, strict=True))
     return link_of([Pairing((old,), (old,), new) for old, new in keys]) if is_certain else None
+
+
+def same_numbers(ours: Family, theirs: Family | None, end: str) -> dict[str, str]:
+    """The keys of two families with the same numbers and traits. end: the part of both names that is the same; where a
+    number comes first, it may be counted otherwise, unless all begin alike and one family at most goes on."""
+    have, want = (dict(zip(family.keys, family.traits, strict=True)) if family else {} for family in (ours, theirs))
+    is_alike = {*islice(have, 1)} == {*islice(want, 1)} and (have.keys() <= want.keys() or want.keys() <= have.keys())
+    if theirs is None or (end.startswith(HOLE) and not is_alike):
+        return {}
+    return {key: theirs.keys[at] for at, key in ours.keys.items() if at in want and want[at] == have[at]}
 
 
 def fitted(old: Sequence[Numbers], new: Sequence[Numbers]) -> list[str] | None:
@@ -299,7 +312,7 @@ def choice(names: Sequence[str]) -> str:
     return "".join([*front, "{", ",".join(middles), "}", *end])
 
 
-def _common_start(rows: Sequence[list[str]]) -> list[str]:
+def _common_start(rows: Sequence[Sequence[str]]) -> list[str]:
     return [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*rows, strict=False))]
 
 
@@ -314,9 +327,9 @@ class OpenFamilies(NamedTuple):
     by_module: dict[str, dict[str, Family]]
 
     @classmethod
-    def of(cls, side: Iterable[Family], free: Mapping[str, Trait]) -> OpenFamilies:
+    def of(cls, side: Iterable[Family]) -> OpenFamilies:
         result = cls(defaultdict(list), defaultdict(list), defaultdict(dict))
-        for family in (family for family in side if free.keys() >= {*family.keys.values()}):
+        for family in side:
             result.by_module[family.module][family.leaf] = family
             for trait in {*family.traits}:
                 result.by_trait[trait].append(family)
@@ -328,73 +341,101 @@ class OpenFamilies(NamedTuple):
         """True if another of these is as near in name to `other`: with a shape of the chosen one, or nearer and with a
         shape that the other side lacks."""
         name, shared = other.words, other.words & chosen.words
-        same_trait = (near for trait in {*chosen.traits} for near in self.by_trait[trait])
-        if any(near is not chosen and not name & near.words < shared for near in same_trait):
-            return True
+        same_trait = (near for trait in {*chosen.traits} for near in self.by_trait[trait] if near is not chosen)
         same_word = (near for word in name - shared for near in self.by_word.get((word, other.rank), ()))
-        return any(name & near.words > shared and others.by_trait.keys().isdisjoint(near.traits) for near in same_word)
+        nearer = (
+            near for near in same_word if name & near.words > shared and others.by_trait.keys().isdisjoint(near.traits)
+        )
+        rivals = chain((near for near in same_trait if not name & near.words < shared), nearer)
+        return any(not contradict(name, near.words) for near in rivals)
 
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """The search for links. free: keys of both sides that have none yet.  ways: prefixes that would fit."""
+    """The search for links. free: keys of both sides that have none yet.  ways: prefixes that would fit.
+    originals: the keys of those that are searched under new names."""
 
     free: tuple[dict[str, Trait], dict[str, Trait]]
     links: list[Link] = field(default_factory=list)
     ways: list[str] = field(default_factory=list)
+    originals: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> None:
         """Finds all links, first with all numbers of names as variables, then with fewer."""
-        self._by_prefix(*map(families, self.free, LEVELS[0]))
+        ours, theirs = map(dict, self.free)
+        self._by_prefix()
         for level in LEVELS if max(map(len, self.free)) <= MOST else ():
-            self._by_words(*map(families, self.free, level))
+            self._by_words(level)
+        for key, (_, goal) in (item for link in self.links for item in link.goals.items()):
+            del ours[key], theirs[goal]
+        self.free = ours, theirs
 
     def _is_open(self, link: Link) -> bool:
         return all(key in self.free[0] and goal in self.free[1] for key, (_, goal) in link.goals.items())
 
     def _accept(self, link: Link, why: str) -> None:
-        self.links.append(link._replace(why=why))
         for key, (_, goal) in link.goals.items():
             del self.free[0][key], self.free[1][goal]
+        pairs = {self.originals.get(key, key): goal for key, (_, goal) in link.goals.items()}
+        links = [link] if pairs.keys() == link.goals.keys() else links_of(pairs)
+        self.links += [each._replace(why=why) for each in links]
 
-    def _by_prefix(self, *sides: list[Family]) -> None:
-        """Links names that are the same once the prefix of a wrapper is removed or added."""
-        ours, theirs = ({other.text: other for other in side if other.text.count(".") < DEEP} for side in sides)
-        votes = dict[tuple[str, str], None]()
-        for mine, others, back in ((ours, theirs, False), (theirs, ours, True)):
-            for text in mine:
-                starts = (start for start in _starts(text) if text[start:] in others)
-                votes |= {("", text[:start]) if back else (text[:start], ""): None for start in starts}
-        ways = list[tuple[str, str, dict[str, Link]]]()
-        for old, new in votes:
-            below = [text for text in ours if text.startswith(old)]
-            goals = ((text, theirs.get(new + text.removeprefix(old))) for text in below)
-            links = {text.removeprefix(old): link for text, goal in goals if (link := matched(ours[text], goal))}
-            if 2 * len(links) >= len(below):
-                ways.append((old, new, links))
-        largest = max((len(links) for *_, links in ways), default=0)
-        ways = [way for way in ways if 2 * len(way[2]) >= largest]
-        self.ways = [f"{old}* as {new}*".replace(HOLE, "*") for old, new, _ in ways]
-        for old, new, links in ways if len(ways) == 1 else ():
-            # Other names of either side that end the same after the prefix may be meant instead.
-            linked = {prefix + text for prefix in (old, new) for text in links}
-            rest = [other for side in (ours, theirs) for text, other in side.items() if text not in linked]
-            ends = {
-                (other.text[start:], trait) for other in rest for start in _starts(other.text) for trait in other.traits
-            }
-            rivals = sum(not ends.isdisjoint((text, trait) for trait in ours[old + text].traits) for text in links)
-            if 2 * rivals < len(links) or not without_wrappers(old or new):
-                how = f"with {printable(new)!r} before them" if new else f"without {printable(old)!r}"
-                for link in links.values():
+    def _by_prefix(self) -> None:
+        """Links names that are the same once a prefix is removed or added, or another stands in its place."""
+        ours, theirs = ({f.text: f for f in families(free, None) if f.text.count(".") < DEEP} for free in self.free)
+        by_end = defaultdict[str, list[Family]](list)
+        for goal in theirs.values():
+            for start in _starts(goal.text):
+                by_end[goal.text[start:]].append(goal)
+        votes = Counter[tuple[str, str]]()
+        for mine, start in ((family, start) for family in ours.values() for start in _starts(family.text)):
+            old, end = mine.text[:start], mine.text[start:]
+            goals = by_end.get(end, []) if not start or "." in end or end in theirs else []  # a leaf is no evidence
+            for goal in goals if len(goals) <= MOST_WAYS else [theirs[end]] if end in theirs else []:
+                new = goal.text.removesuffix(end)
+                both = len(_common_start([old, new]))
+                is_prefix = HOLE not in old[both:] + new[both:] and old.split(".")[-2:-1] != new.split(".")[-2:-1]
+                if is_prefix and same_numbers(mine, goal, end) and not contradict(words(old), words(new)):
+                    votes[old, new] += 1
+        ways = list[tuple[str, str, dict[str, dict[str, str]], set[tuple[int, str]]]]()
+        for (old, new), _ in votes.most_common(MOST_WAYS):
+            ends = [text.removeprefix(old) for text in ours if text.startswith(old)]
+            pairs = {end: keys for end in ends if (keys := same_numbers(ours[old + end], theirs.get(new + end), end))}
+            of_both = {side_key for linked in pairs.values() for pair in linked.items() for side_key in enumerate(pair)}
+            ways += [(old, new, pairs, of_both)] if 2 * len(pairs) >= len(ends) else []
+        accepted = list[tuple[str, str]]()
+        for old, new, pairs, of_both in ways:
+            # Another prefix, or other names of either side that end the same after it, may be meant instead.
+            rivals = [way for way in ways if 2 * len(way[2]) >= len(pairs) and not of_both.isdisjoint(way[3])]
+            if len(rivals) > 1:
+                self.ways = self.ways or [f"{way[0]}* as {way[1]}*".replace(HOLE, "*") for way in rivals]
+                continue
+            names = {prefix + end for prefix in (old, new) for end in pairs}
+            rest = [other for side in (ours, theirs) for text, other in side.items() if text not in names]
+            tails = {(other.text[at:], trait) for other in rest for at in _starts(other.text) for trait in other.traits}
+            doubtful = [end for end in pairs if any((end, trait) in tails for trait in ours[old + end].traits)]
+            if 2 * len(doubtful) < len(pairs) or not without_wrappers(old or new):
+                instead = f"in place of {printable(old)!r}" if old else "before them"
+                how = f"with {printable(new)!r} {instead}" if new else f"without {printable(old)!r}"
+                for link in links_of({key: goal for keys in pairs.values() for key, goal in keys.items()}):
                     self._accept(link, f"{how} the names are the target's")
+                accepted += [(old, new)] if HOLE not in old + new else []
+        # The search goes on with new names for the keys below; one that the target has is its own, in another shape.
+        below = {
+            key: new + key.removeprefix(old) for old, new in accepted for key in self.free[0] if key.startswith(old)
+        }
+        for key, name in below.items():
+            trait = self.free[0].pop(key)
+            if self.free[1].pop(name, self) is self and name not in self.free[0]:
+                self.free[0][name], self.originals[name] = trait, key
 
-    def _by_words(self, *sides: list[Family]) -> None:
+    def _by_words(self, level: tuple[int | None, int | None]) -> None:
         """Links families that have more words in common than either has with any rival, in modules whose other tensors
         have the same ranks; and with them families of the same modules and numbers that share leaves and shapes."""
         before = -1
         while len(self.links) != before:
             before = len(self.links)
-            ours, theirs = map(OpenFamilies.of, sides, self.free)
+            ours, theirs = map(OpenFamilies.of, map(families, self.free, level))
             tried = set[tuple[int, int]]()  # a pair with a thousand shapes is met a thousand times
             for mine, shape in ((mine, shape) for shape, members in ours.by_trait.items() for mine in members):
                 goals = theirs.by_trait.get(shape, [])

@@ -153,13 +153,14 @@ def plan_warm_start(
     met = {*chosen, *states, *matched.supplied, *matched.excluded, *(fact.target for fact in mismatched)}
     taken = {*matched.pairs.values(), *states.values()}
     left = {key: name for key, name in matched.names.items() if key not in taken}
-    suggestions: list[Suggestion] = []
+    suggestions, short = list[Suggestion](), {key: without_wrappers(key) for key in tensors}
     if len(matched.pairs) != len(targets) and not left.keys().isdisjoint(tensors):
         # Rules that would make more fit, for names as rules see them: without the prefixes that are removed anyway.
-        ours = {without_wrappers(name): tensors[key].shape for key, name in matched.names.items() if key in tensors}
+        ours = {short[key]: tensors[key].shape for key in matched.names if key in tensors}
         theirs = {without_wrappers(name): e.shape for name, e in targets.items() if name not in matched.excluded}
-        placed = {without_wrappers(matched.names[key]): without_wrappers(goal) for goal, key in matched.pairs.items()}
-        suggestions = suggest(ours, theirs, placed)
+        placed = {short[key]: without_wrappers(goal) for goal, key in matched.pairs.items()}
+        order = "; to be given before the other rules" * bool(options.rules)
+        suggestions = [replace(hint, why=hint.why + order) for hint in suggest(ours, theirs, placed)]
     report = LoadReport(
         source=source,
         target=target.name,
@@ -215,12 +216,13 @@ class _Matched(NamedTuple):
 def _match_names(keys: Sequence[str], node: Any, targets: Sequence[str], options: MatchOptions) -> _Matched:
     """Pairs by the rules and equal names, then without wrapper prefixes, then by names of older torch versions."""
     notes, excluded = list[Note](), set[str]()
-    # By the rules for the key, else by those for its form without wrappers.
-    short = {key: without_wrappers(key) for key in keys}
+    # By the rules for the key; by those for its form without wrappers, where only they give a name of the target.
+    short, goals = {key: without_wrappers(key) for key in keys}, {*map(without_wrappers, targets)}
     rename, names, peeled = by_rules(options.rules, {*short, *short.values()}), dict[str, str](), list[str]()
     for key in short:
-        names[key] = rename(key)
-        if names[key] == key != short[key] and (new := rename(short[key])) != short[key]:
+        names[key], new = rename(key), rename(short[key])
+        is_whole = names[key] != key and (without_wrappers(names[key]) in goals or without_wrappers(new) not in goals)
+        if new != short[key] != key and not is_whole:
             names[key] = new
             peeled.append(key)
     refuse_collisions(names, "the checkpoint")
@@ -255,8 +257,7 @@ def _match_names(keys: Sequence[str], node: Any, targets: Sequence[str], options
         text = f"an older torch did not save them; torch fills them in: {listed(supplied, 2)}"
         notes.append(Note("supplied", text))
     if options.only or options.exclude:  # patterns are for the target's name of a key, else for the rules' name
-        goals = {key: goal for goal, key in pairs.items()}
-        ours = {key: goals.get(key, name) for key, name in names.items()}
+        ours = names | {key: goal for goal, key in pairs.items() if key in names}
         forms = {name: {name, without_wrappers(name)} for name in (*targets, *ours.values())}
         all_forms = dict.fromkeys(form for aliases in forms.values() for form in aliases)
         included, allowed = selected(all_forms, options.only), selected(all_forms, (), options.exclude)

@@ -45,6 +45,20 @@ def swapped_places(metadata: Metadata) -> None:
     metadata.storage_data[a], metadata.storage_data[b] = other, one
 
 
+def moved(name: str, *path: str | int) -> Callable[[Any], None]:
+    """Gives a tensor another name and path."""
+
+    def change(metadata: Metadata) -> None:
+        index, info = place_of(metadata)
+        del metadata.storage_data[index]
+        metadata.storage_data[MetadataIndex(name, index.offset, index.index)] = info
+        metadata.state_dict_metadata[name] = metadata.state_dict_metadata.pop("half")
+        del metadata.planner_data["half"]
+        metadata.planner_data[name] = path
+
+    return change
+
+
 TABLES: list[tuple[Callable[[Any], Any], type[CkptoolError], str | None]] = [
     (placed(relative_path="../__0_0.distcp"), Corrupt, "outside its folder"),
     (placed(relative_path="/etc/passwd"), Corrupt, "outside its folder"),
@@ -77,15 +91,16 @@ TABLES: list[tuple[Callable[[Any], Any], type[CkptoolError], str | None]] = [
     (lambda m: setattr(m, "state_dict_metadata", None), Corrupt, "no table of names"),
     (lambda m: setattr(m, "storage_data", None), Corrupt, "where its values are"),
     (lambda m: m.storage_data.update({"x": "y"}), Corrupt, "without a place"),
-    (lambda m: m.planner_data.update(half=("scalar",)), Corrupt, "one path for two values"),
-    (lambda m: m.planner_data.update(half=("scalar", "x")), Corrupt, "one path for two values"),
-    (lambda m: m.planner_data.update(half=("epoch", "x")), Corrupt, "leads through another value"),
-    (lambda m: m.planner_data.update(half=("list", "x")), Corrupt, "leads through another value"),
-    (lambda m: m.planner_data.update(half=("list", 10**9)), Corrupt, "a list with an element"),
-    (lambda m: m.planner_data.update(half=("list", -1)), Corrupt, "a list with an element"),
+    (moved("list", "list"), Corrupt, "one path for two values"),
+    (moved("epoch.x", "epoch", "x"), Corrupt, "leads through another value"),
+    (moved("list.x", "list", "x"), Corrupt, "leads through another value"),
+    (moved("list.1000000000", "list", 10**9), Corrupt, "a list with an element"),
+    (moved("list.-1", "list", -1), Corrupt, "a list with an element"),
+    (moved("half", "halt"), Corrupt, "not made of the names and numbers"),
+    (moved("half", "scalar"), Corrupt, "not made of the names and numbers"),
     (lambda m: m.planner_data.update(half=()), Corrupt, "no path for half"),
     (lambda m: m.planner_data.update(half=(0,)), Corrupt, "no path for half"),
-    (lambda m: m.planner_data.update(half=("a", 1.5)), Corrupt, "not made of names and numbers"),
+    (lambda m: m.planner_data.update(half=("a", 1.5)), Corrupt, "not made of the names and numbers"),
     (lambda m: m.planner_data.update(half=("a",) * 5_000), LimitExceeded, "nested 5,000 deep"),
 ]
 

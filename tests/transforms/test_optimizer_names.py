@@ -169,6 +169,45 @@ def test_the_model_gives_the_order_of_a_trainers_optimizer(tmp_path: Path, run: 
     assert run("convert", tmp_path / "optimizer.pt", "-o", out, "-f", "--against", "x.pt").code == 2
 
 
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_twins_in_another_order_keep_their_state(groups: int, named: bool, tmp_path: Path) -> None:
+    """The model now declares its layers in another order: numbered in its order, training goes on as if it had not."""
+    layers = {name: nn.Linear(4, 4) for name in ("enc", "dec", "head")}
+
+    def model_of(order: str) -> nn.Module:
+        return nn.ModuleDict({name: copy.deepcopy(layers[name]) for name in order.split()})
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        every = [pair if named else pair[1] for pair in model.named_parameters()]
+        return torch.optim.Adam([{"params": part} for part in ([every] if groups == 1 else [every[::2], every[1::2]])])
+
+    def step(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        optimizer.zero_grad()
+        model["head"](model["dec"](model["enc"](torch.ones(2, 4)).tanh())).square().sum().backward()
+        optimizer.step()
+        return dict(sorted(model.state_dict().items()))
+
+    model, other = model_of("enc dec head"), model_of("head dec enc")
+    optimizer = optimizer_of(model)
+    step(model, optimizer)
+    file = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    against = saved(other.state_dict(), tmp_path / "b.pt")
+    ckptool.convert(file, tmp_path / "named.pt", optimizer_as="names", against=against)
+    state = torch.load(tmp_path / "named.pt", weights_only=True)["optimizer"]["state"]
+    for name, parameter in model.named_parameters():
+        assert state[name]["exp_avg"].equal(optimizer.state[parameter]["exp_avg"]), name
+    for number, source in enumerate((file, tmp_path / "named.pt")):
+        ckptool.convert(source, out := tmp_path / f"{number}.pt", optimizer_as="ids", against=against)
+        tree, again = torch.load(out, weights_only=True), copy.deepcopy(other)
+        again.load_state_dict(tree["model"])
+        (continued := optimizer_of(again)).load_state_dict(tree["optimizer"])
+        assert_same_objects(step(again, continued), step(*copy.deepcopy((model, optimizer))))
+    with pytest.raises(Conflict, match="no such parameter"):
+        less = saved(model_of("enc dec").state_dict(), tmp_path / "less.pt")
+        ckptool.convert(tmp_path / "named.pt", tmp_path / "x.pt", optimizer_as="ids", against=less)
+
+
 def stepped_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(torch.ones(1, 4)).sum().backward()

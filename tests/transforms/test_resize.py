@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
+from ckptool.conventions.state_dicts import of_positions
 from ckptool.errors import LimitExceeded, Unsupported, UsageError
 from ckptool.transforms.resize import parse_resize, resized
 from tests.support.files import entry_of
@@ -166,3 +167,20 @@ def test_other_than_floats_and_hostile_sizes_are_refused() -> None:
         resized(entry_of(torch.zeros(1, 3)), (1, 10**9), parse_resize("channels"), "x")
     huge = resized(entry, (10**15, 1), parse_resize("rows(mean)"), "x")  # planned, and not held
     assert huge.storage.data.read(4 * 10**14, 8) == bytes(8)
+
+
+@looped(
+    ("name", "old", "new", "how"),
+    [
+        *((name, (1, 17, 8), (1, 26, 8), "bicubic(cls=1)")
+          for name in ("pos_embed", "encoder.pos_embedding", "vit.embeddings.position_embeddings", "model.posEmbed")),
+        ("visual.positional_embedding", (17, 8), (26, 8), "bicubic(cls=1)"),
+        ("vision_model.embeddings.position_embedding.weight", (16, 8), (25, 8), "bicubic"),
+        ("model.decoder.embed_positions.weight", (1026, 8), (4098, 8), ""),  # of texts, with two more in front
+        ("position_embeddings.weight", (1024, 8), (4096, 8), ""),
+        ("post_quant_conv.weight", (4, 4, 1, 1), (16, 16, 1, 1), ""),  # of a VAE with more latent channels
+        ("pos_conv.weight", (1, 4, 8), (1, 9, 7), ""),
+    ],
+)  # fmt: skip
+def test_only_positions_of_a_grid_are_offered_another(name: str, old: Any, new: Any, how: str) -> None:
+    assert of_positions(name, old, new) == how

@@ -117,6 +117,19 @@ def test_shapes_and_names_that_differ(tmp_path: Path) -> None:
     model = torch.load(run_all(found), weights_only=True)
     assert list(model) == list(torch.load(target, weights_only=True)) and torch.equal(model["fc.bias"], torch.ones(5))
 
+    # One command for ties and shapes; none where names may have changed, since rules have to be given with it.
+    tied = {**fc_weights(), "head.weight": torch.ones(3, 2)}
+    tied["head.weight"] = tied["fc.weight"]
+    wrapped_target = saved({f"_orig_mod.{key}": value for key, value in tied.items()}, tmp_path / "tied.pt")
+    less = saved({"module.fc.weight": torch.ones(3, 2), "module.fc.bias": torch.ones(4)}, tmp_path / "less.pt")
+    found = ckptool.doctor(less, against=wrapped_target)
+    assert codes(found) == ["prefix-module", "prefix", "tied-weights", "shape-mismatch"]
+    assert torch.load(run_all(found), weights_only=True).keys() == torch.load(wrapped_target).keys()
+    less = saved({"fc.weight": torch.ones(3, 2), "fc.bias": torch.ones(4), "top.weight": torch.ones(7)}, less)
+    other = saved({**fc_weights(), "head.weight": torch.ones(7)}, tmp_path / "head.pt")
+    found = ckptool.doctor(less, against=other)
+    assert codes(found) == ["keys-differ", "shape-mismatch"]
+    assert not any(finding.fixes for finding in found.findings) and "--on-mismatch skip" in found.findings[0].advice
     both = {"epoch": 1, "loss": 2.0, "step": 3, "averaged_model": fc_weights(), "model": fc_weights()}
     assert "beside averaged_model (an average), epoch" in str(ckptool.doctor(saved(both, tmp_path / "both.pt")))
 

@@ -156,6 +156,20 @@ def test_suggestions_are_rules_that_can_be_passed_back(tmp_path: Path) -> None:
         ckptool.warm_start(file, target, suggest=rules)
 
 
+def test_suggestions_hold_for_wrapped_names_and_beside_other_rules(tmp_path: Path) -> None:
+    state = {f"layers.{n}.{end}": torch.rand(n + 2, 3) for n in range(3) for end in ("fc1.weight", "fc2.weight")}
+    state["fc.weight"] = torch.rand(9, 3)
+    file = saved({f"module._orig_mod.{key}": value for key, value in state.items()}, tmp_path / "a.pt")
+    new_names = {key: f"net.{key.replace('layers', 'h')}" if key[0] == "l" else "net.head.weight" for key in state}
+    target = saved({name: torch.zeros_like(state[key]) for key, name in new_names.items()}, tmp_path / "b.pt")
+    for given in ([], ["layers.* => net.h.*"], ["* => net.*"]):
+        hints = ckptool.warm_start(file, target, rename=given, on_mismatch="skip").suggestions
+        assert all(hint.why.endswith("before the other rules") for hint in hints) == bool(given)
+        rules = [*(rule for hint in hints for rule in hint.rules), *given]
+        report, done = warm_started(file, target, tmp_path / f"{len(given)}{len(rules)}.pt", rename=rules)
+        assert report.share == 1 and all(done[name].equal(state[key]) for key, name in new_names.items())
+
+
 def test_fused_attention_is_loaded_by_rules_with_operations(tmp_path: Path) -> None:
     three = {name: numpy.full((4, 4), number, "f4") for number, name in enumerate(("query", "key", "value"))}
     apart = {f"layer.{n}.attention.{name}.weight": value.copy() for n in (0, 1) for name, value in three.items()}

@@ -170,8 +170,8 @@ def _nested(tables: Tables, values: dict[str, Any]) -> dict[Any, Any]:
             raise tables.damaged(f"has no path for {name}")
         if len(path) > MAX_DEPTH:
             raise LimitExceeded(f"{tables.folder}: {name[:80]} is nested {len(path):,} deep", "No real checkpoint is.")
-        if not all(type(key) in (str, int) for key in path):
-            raise tables.damaged(f"has a path for {name} that is not made of names and numbers")
+        if not all(type(key) in (str, int) for key in path) or ".".join(map(str, path)) != name:
+            raise tables.damaged(f"has a path for {name} that is not made of the names and numbers in it")
         node = root
         for key in path[:-1]:
             if key not in node:
