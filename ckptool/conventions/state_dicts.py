@@ -224,7 +224,7 @@ def joined_names(node: Any) -> dict[str, Tensor] | None:
     parts were saved apart; None where there is only one dictionary, or anything else in them."""
     if not isinstance(node, dict) or not any(isinstance(part, dict) for part in node.values()):
         return None
-    names, stack, seen = dict[str, Tensor](), [("", node)], set[int]()
+    names, seen, stack = dict[str, Tensor](), set[int](), list[tuple[str, Any]]([("", node)])
     while stack:
         name, value = stack.pop()
         if isinstance(value, dict) and id(value) not in seen and all(type(key) is str for key in value):
