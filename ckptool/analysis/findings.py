@@ -88,7 +88,7 @@ class Chain:
         stem, ending = parted(path)[0], self._suffix_of(path)
         ending = "" if ending.endswith(".index.json") else ending  # the output for an index is a folder
         ending = ending if self._suffix is None else self._suffix
-        stem += ".fixed" if ending else "-fixed"  # which is no suffix
+        stem += ".fixed" if ending not in ("", "/") else "-fixed"  # which is no suffix
         names = (f"{stem}{number if number > 1 else ''}{ending}" for number in count(1))
         name = next(name for name in names if name not in self._taken and not os.path.lexists(name))
         self._taken.add(name)

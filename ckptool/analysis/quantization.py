@@ -77,4 +77,6 @@ def quantized_notes(checkpoint: Checkpoint, roots: Sequence[StateDict]) -> Itera
 
 
 def _output_slot(checkpoint: Checkpoint) -> Slot:
+    if quantization_config(checkpoint):  # which a folder has no longer
+        return Slot("OUT/")
     return OUT_SAFETENSORS if isinstance(checkpoint.source, Folder) else OUT

@@ -22,6 +22,7 @@ from ckptool.checkpoint.nodes import fields
 from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import DIR, arg
 from ckptool.conventions.adapter_keys import DIFFUSERS_CONFIG
+from ckptool.conventions.quantized import may_be_quantized
 from ckptool.errors import UsageError, listed, printable
 from ckptool.facts import dataclass, field
 from ckptool.formats.folder import is_in, json_in, led_elsewhere, names_in
@@ -168,13 +169,18 @@ def left_config(model: Checkpoint, path: str) -> list[str]:
     return [f"one file, without {CONFIG}; a folder with both: {arg(out=f'{path}/')}"]
 
 
-def left_adapter(model: Checkpoint, changed: Checkpoint, path: str) -> tuple[Note, ...]:
-    """A note where an adapter is written into one file, and only the configuration beside it says its alpha."""
-    if DIFFUSERS_CONFIG in changed.metadata or "lora_alpha" not in (config_beside(model, ADAPTER) or {}):
+def left_meaning(model: Checkpoint, changed: Checkpoint, path: str) -> tuple[Note, ...]:
+    """A note where one file is written of an adapter or of quantized weights, and only the configuration beside the
+    input says what their numbers mean."""
+    if quantization_config(model) and may_be_quantized(changed.tree):
+        code, name, what = "quantized", CONFIG, "says how its weights are quantized"
+    elif DIFFUSERS_CONFIG not in changed.metadata and "lora_alpha" in (config_beside(model, ADAPTER) or {}):
+        code, name, what = "adapter", ADAPTER, "has its alpha"
+    else:
         return ()
-    if not is_url(path) and is_in(os.path.dirname(path), ADAPTER):
+    if not is_url(path) and is_in(os.path.dirname(path), name):
         return ()
-    return (Note("adapter", f"left out: {ADAPTER}, which has its alpha; -o DIR/ copies it, too"),)
+    return (Note(code, f"left out: {name}, which {what}; -o DIR/ copies it, too"),)
 
 
 def _library(configs: dict[str, dict[str, Any]], tree: dict[Any, Any]) -> str:

@@ -284,11 +284,12 @@ class Change:
             from ckptool.formats.model_folder import left_config
 
             details = left_config(original, path)
-        keys = changed.tree if isinstance(changed.tree, dict) and not container.writes_folder else ()
-        if any(".lora_A." in key for key in keys if type(key) is str):
-            from ckptool.formats.model_folder import left_adapter
+        tree = changed.tree if isinstance(changed.tree, dict) and not container.writes_folder else {}
+        bytewise = (value.dtype.itemsize == 1 for value in tree.values() if isinstance(value, TensorEntry))
+        if any(".lora_A." in str(key) or ".qweight" in str(key) for key in tree) or any(bytewise):
+            from ckptool.formats.model_folder import left_meaning
 
-            notes += left_adapter(original, changed, path)
+            notes += left_meaning(original, changed, path)
         intended = changed if expected is None else expected
         notes += plan.notes + self.put(plan, path, inputs, partial(check_written, intended))
         written = self.written(original, path, container.name, how, plan.nbytes, plan.nbytes, notes, details)

@@ -86,22 +86,21 @@ def cast(
         lines = [f"{fact['path']} {fact['shape']} {target.name} ← {fact['from']}" for fact in computed]
         if not dry_run and (hidden := len(lines[SHOWN:])):
             lines[SHOWN:] = [f"… and {counted(hidden, 'weight')} more ({arg(dry_run=True)} shows all)"]
-        rows += [Row("dequantized", computed, lines)]
-        rows += [Row.named("left_out", left_out, "left out, scales of activations:", 6)]
+        scales = Row.named("left_out", left_out, "left out, scales of activations:", 6)
+        rows = [Row("dequantized", computed, lines), scales]
     lossy = [(name, kind, asdict(tally)) for name, kind, tally in plan.tallies if tally.changed]
     facts = [{"storage_of": name, "from": kind.name, **tally} for name, kind, tally in lossy]
     rows.append(Row("lossy", facts, _losses(plan, bool(weights)) if plan.tensors and not dry_run else ()))
     not_cast = Row.named("", [f"{name} ({kind})" for name, kind in plan.skipped], "not cast:").lines
     rows.append(Row("skipped", [{"path": name, "kind": kind} for name, kind in plan.skipped], not_cast))
     if weights and quantization_config(change.original) and not written.details:
-        elsewhere = f"in a folder ({arg(out='DIR/')}) it would not"
-        rows.append(f"config.json beside it still names the quantization; {elsewhere}")
+        rows += [f"config.json beside it still names the quantization; in a folder ({arg(out='DIR/')}) it would not"]
     if plan.tensors and any(True for _ in optimizers(part.tree)):
         rows.append("the optimizer's state keeps its dtypes")
     infinite = sum(tally.overflowed for *_, tally in plan.tallies) if change.live else 0  # else a line says it
-    notes = [Note("non-finite", f"{counted(infinite, 'value')} became infinite or NaN")] if infinite else []
-    totals = {"bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after}
-    return written.about(summary, *rows, notes=notes, dtype=target.name, tensors=plan.tensors, **totals)
+    notes = [Note("non-finite", f"{counted(infinite, 'value')} became infinite or NaN")] * bool(infinite)
+    totals = {name: getattr(plan, name) for name in ("tensors", "bytes_before", "bytes_after")}
+    return written.about(summary, *rows, notes=notes, dtype=target.name, **totals)
 
 
 def _losses(plan: Cast, computed: bool) -> Iterator[str]:

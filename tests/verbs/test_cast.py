@@ -149,8 +149,13 @@ def test_a_folder_names_the_quantization_that_its_weights_have(dequantize: bool,
         ckptool.cast(folder, out, dtype="f16", dequantize=True)
         del config["quantization_config"]
     else:
-        ckptool.convert(folder, out)
+        assert not ckptool.convert(folder, out).notes
     assert json.loads((tmp_path / "out/config.json").read_text()) == config
+    for name in ("one.pt", "one.safetensors"):  # from which only the weights themselves can be understood
+        done = ckptool.convert(Path(out), tmp_path / name)
+        assert [note.code for note in done.notes] == ["quantized"] * (not dequantize), name
+    (note,) = (note for note in ckptool.inspect(folder).notes if note.code == "quantized")
+    assert str(note.fix).endswith("/in-fixed/")
 
 
 def test_any_order_of_blocks(tmp_path: Path) -> None:
