@@ -485,9 +485,8 @@ def use_notes(checkpoint: Checkpoint) -> Iterator[Note]:
         how = "loading it" if checkpoint.extras else "loading it with pickle"  # a program has loaders of its own
         yield Note("unsafe-global", f"{how} would {listed(would)} ({where}); ckptool does not")
     if unread := unjudged(checkpoint):
-        shown = listed(unread, 4)
-        what = counted(len(unread), "file begins like a pickle", "files begin like pickles")
-        yield Note("not-judged", f"{what} but cannot be read, so what loading would run is unknown: {shown}")
+        what = f"{counted(len(unread), 'file')} of its folder cannot be read, so what loading would run is unknown"
+        yield Note("not-judged", f"{what}: {listed(unread, 4)}")
     yield from custom_notes(checkpoint)
 
 

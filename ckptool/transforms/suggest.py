@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ckptool.analysis.warm_start import Suggestion
-from ckptool.conventions.state_dicts import without_wrappers
+from ckptool.conventions.state_dicts import PEELED, without_wrappers
 from ckptool.errors import CkptoolError, counted, form, listed, printable
 from ckptool.facts import dataclass, field
 from ckptool.names.rules import parse_operation, parse_rules
@@ -390,8 +390,10 @@ class Search:
         votes = Counter[tuple[str, str]]()
         for mine, start in ((family, start) for family in ours.values() for start in _starts(family.text)):
             old, end = mine.text[:start], mine.text[start:]
-            goals = by_end.get(end, []) if not start or "." in end or end in theirs else []  # a leaf is no evidence
-            for goal in goals if len(goals) <= MOST_WAYS else [theirs[end]] if end in theirs else []:
+            # A leaf alone is no evidence, but around it there may be a wrapper more or less.
+            wrapped = (theirs.get(name) for name in (end, old.removesuffix(PEELED) + end, old + PEELED + end))
+            goals = by_end.get(end, []) if not start or "." in end else []
+            for goal in goals if 0 < len(goals) <= MOST_WAYS else filter(None, wrapped):
                 new = goal.text.removesuffix(end)
                 both = len(_common_start([old, new]))
                 is_prefix = HOLE not in old[both:] + new[both:] and old.split(".")[-2:-1] != new.split(".")[-2:-1]
@@ -427,7 +429,9 @@ class Search:
         for key, name in below.items():
             trait = self.free[0].pop(key)
             if self.free[1].pop(name, self) is self and name not in self.free[0]:
-                self.free[0][name], self.originals[name] = trait, key
+                self.free[0][name], self.originals[name] = trait, self.originals.get(key, key)
+        if accepted:
+            self._by_prefix()
 
     def _by_words(self, level: tuple[int | None, int | None]) -> None:
         """Links families that have more words in common than either has with any rival, in modules whose other tensors

@@ -37,7 +37,7 @@ from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.checkpoint.paths import literal, selected
 from ckptool.checkpoint.tree import is_meta, map_storages
 from ckptool.commands import FILE, Slot, arg, command, several
-from ckptool.conventions.state_dicts import COUNTER, StateDict, of_positions, paired, without_wrappers, wrappers
+from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, of_positions, paired, without_wrappers, wrappers
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.formats import IN_MEMORY
 from ckptool.names.rule_files import renaming
@@ -157,8 +157,10 @@ def plan_warm_start(
     if len(matched.pairs) != len(targets) and not left.keys().isdisjoint(tensors):
         # Rules that would make more fit, for names as rules see them: without the prefixes that are removed anyway.
         ours = {short[key]: tensors[key].shape for key in matched.names if key in tensors}
-        theirs = {without_wrappers(name): e.shape for name, e in targets.items() if name not in matched.excluded}
-        placed = {short[key]: without_wrappers(goal) for goal, key in matched.pairs.items()}
+        goals = {name: without_wrappers(name) for name in targets}  # one more where it would be removed from it again
+        goals = {name: goal if goal == without_wrappers(goal) else PEELED + goal for name, goal in goals.items()}
+        theirs = {goals[name]: e.shape for name, e in targets.items() if name not in matched.excluded}
+        placed = {short[key]: goals[goal] for goal, key in matched.pairs.items()}
         order = "; to be given before the other rules" * bool(options.rules)
         suggestions = [replace(hint, why=hint.why + order) for hint in suggest(ours, theirs, placed)]
     report = LoadReport(

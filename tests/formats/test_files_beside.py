@@ -132,6 +132,9 @@ def test_a_file_that_cannot_be_judged_is_said(tmp_path: Path) -> None:
     (tmp_path / "custom_checkpoint_3.pkl").write_bytes(whole[: len(whole) // 2])
     for report in (ckptool.inspect(tmp_path), ckptool.verify(tmp_path), ckptool.scan(tmp_path).files[0]):
         assert "not-judged" in str(report.notes)
+    (tmp_path / "vocab.json").symlink_to("nowhere")
+    (said,) = (note.message for note in ckptool.inspect(tmp_path).notes if note.code == "not-judged")
+    assert "2 files of its folder cannot be read" in said and "custom_checkpoint_3.pkl, vocab.json" in said
 
 
 def test_files_are_judged_however_deep_and_more_than_are_judged_are_said(

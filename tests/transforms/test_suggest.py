@@ -28,6 +28,7 @@ LARGER = {
     key: shape for key, shape in (LARGER | {"layer2.2.bn1.num_batches_tracked": ()}).items() if "layer4.1" not in key
 }
 SMALLER = {key: shape for key, shape in RESNET.items() if "layer4.1" not in key}
+HEADLESS = {key: shape for key, shape in RESNET.items() if not key.startswith("fc")}
 
 
 def under(prefix: str, shapes: Shapes) -> Shapes:
@@ -102,6 +103,8 @@ def test_what_is_certain_between_two_libraries_is_true(name: str, certain: int) 
         (under("net.module.", RESNET), under("model.", RESNET), ["net.module.* => model.*"], len(RESNET)),
         (under("net.", LARGER), SMALLER, ["net.* => *"], len(SMALLER)),
         (blocks("a.module", range(3)), blocks("a", range(4)), ["a.module.* => a.*"], 18),
+        (under("a.", HEADLESS | {"fc.module.weight": (3, 4)}), under("b.", HEADLESS | {"fc.weight": (3, 4)}),
+         None, len(HEADLESS) + 1),
         (RESNET, {key.replace("fc.", "head."): shape for key, shape in RESNET.items()}, ["fc.* => head.*"], 2),
         (under("module.", blocks("h", range(3)) | {"h.3.attn.k.weight": (3, 4)}),
          under("net.", blocks("layers", range(3)) | {"layers.3.attn.v.weight": (3, 4)}),

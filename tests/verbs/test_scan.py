@@ -97,6 +97,23 @@ def test_a_folder_that_is_gone_before_it_is_looked_into(tmp_path: Path, monkeypa
     assert [Path(file.path).name for file in found.files] == ["a.pt"] and found.other_files == 0
 
 
+def test_a_file_that_gets_its_name_while_the_folder_is_scanned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.save` to another name, then a rename: what was torn when it was read is not there any more."""
+    checkpoint(tmp_path / "step-1.pt", 1)
+    torn = checkpoint(tmp_path / "step-2.pt.tmp", 2)
+    os.truncate(torn, 900)
+    real = module._damaged_row
+
+    def renamed(path: str, error: Any) -> Any:
+        row = real(path, error)
+        torn.rename(tmp_path / "step-2.pt")
+        return row
+
+    monkeypatch.setattr(module, "_damaged_row", renamed)
+    found = ckptool.scan(tmp_path)
+    assert [Path(file.path).name for file in found.files] == ["step-1.pt"] and found.other_files == 1
+
+
 @pytest.mark.parametrize("moves", [1, 3, 4])
 def test_a_run_that_keeps_the_last_one_has_one_at_any_time(
     moves: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -162,6 +162,9 @@ def test_suggestions_hold_for_wrapped_names_and_beside_other_rules(tmp_path: Pat
     file = saved({f"module._orig_mod.{key}": value for key, value in state.items()}, tmp_path / "a.pt")
     new_names = {key: f"net.{key.replace('layers', 'h')}" if key[0] == "l" else "net.head.weight" for key in state}
     target = saved({name: torch.zeros_like(state[key]) for key, name in new_names.items()}, tmp_path / "b.pt")
+    twice = saved({f"module.module.{key}": value for key, value in state.items()}, tmp_path / "twice.pt")  # averaged
+    (hint,) = ckptool.warm_start(saved(state, tmp_path / "plain.pt"), twice).suggestions
+    assert ckptool.warm_start(tmp_path / "plain.pt", twice, rename=hint.rules).share == 1
     for given in ([], ["layers.* => net.h.*"], ["* => net.*"]):
         hints = ckptool.warm_start(file, target, rename=given, on_mismatch="skip").suggestions
         assert all(hint.why.endswith("before the other rules") for hint in hints) == bool(given)
