@@ -279,6 +279,11 @@ def test_what_is_wrong_in_a_long_list_is_named_at_its_end(tmp_path: Path, run: R
         checkpoint(tmp_path / f"{number}.pt")
     (tmp_path / "7.pt").write_bytes((tmp_path / "8.pt").read_bytes()[:-30])
     assert "\nnot good: 7.pt (truncated)\n" in run("scan", tmp_path).out
+    for number in range(8, 45):
+        (tmp_path / f"{number}.pt").unlink()
+    assert "not good: " not in run("scan", tmp_path).out  # the list above shows it
+    (tmp_path / "7.pt").unlink()
+    assert "not good" not in run("scan", tmp_path).out
 
 
 def test_what_a_pickle_would_call_is_named_with_its_place(tmp_path: Path, run: Run) -> None:
