@@ -225,7 +225,7 @@ def joined_names(node: Any) -> dict[str, Tensor] | None:
     if not isinstance(node, dict) or not any(isinstance(part, dict) for part in node.values()):
         return None
     names, seen, stack = dict[str, Tensor](), set[int](), list[tuple[str, Any]]([("", node)])
-    while stack:
+    while stack:  # opening has bounded the characters of all names
         name, value = stack.pop()
         if isinstance(value, dict) and id(value) not in seen and all(type(key) is str for key in value):
             seen.add(id(value))
@@ -238,10 +238,11 @@ def joined_names(node: Any) -> dict[str, Tensor] | None:
 
 
 def parts_of_one(tree: Any, roots: Sequence[StateDict]) -> Iterator[StateDict]:
-    """The dictionaries that have all of these sets of weights and nothing else, from the inside, each as one set."""
+    """The dictionaries that have all of these sets of weights and nothing else, from the inside, each as one set; of a
+    few around them."""
     columns = zip(*(root.path for root in roots), strict=False)
     path = tuple(keys[0] for keys in takewhile(lambda keys: len({*keys}) == 1, columns))
-    for place in (path[:length] for length in range(len(path), -1, -1)):
+    for place in (path[:length] for length in range(len(path), max(-1, len(path) - 4), -1)):
         if (names := joined_names(item_at(tree, place))) is not None:
             yield StateDict(place, names, WEIGHTS, PARTS, base=roots[0].base)
 
