@@ -340,8 +340,7 @@ def for_python(function: Any) -> Any:
     writes = [param.annotation.__doc__ or "" for param in declared if hasattr(param.annotation, "__required_keys__")]
     lines += writes
     if takes_several:
-        into = f" Into: folder=DIR{', or in_place=True' * ('in_place' in kinds)}." if writes else ""
-        lines.append(of_lists + into)
+        lines.append(of_lists + f" Into: folder=DIR{', or in_place=True' * ('in_place' in kinds)}." * bool(writes))
     called.__doc__ = "\n    ".join([(function.__doc__ or "").rstrip() + "\n", *lines, ""])
     return called
 

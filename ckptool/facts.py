@@ -255,8 +255,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in it as plain values of JSON: what `--json` prints."""
-        facts = import_module("ckptool.render.json").facts_json(self)
-        return {"schema": f"ckptool.{schema_of(type(self))}", **facts}
+        return {"schema": f"ckptool.{schema_of(type(self))}", **import_module("ckptool.render.json").facts_json(self)}
 
     def __str__(self) -> str:
         """The text that the command prints, with the arguments of functions in place of its options."""

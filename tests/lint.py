@@ -287,7 +287,7 @@ def all_commands(house: House) -> Iterator[tuple[str, Any, str]]:
             yield "the table of errors", advised[1], ""
     for row in table("findings")["findings"].values():
         for line in (*row.get("fixes", ()), *row.get("advised", ())):
-            yield "the table of findings", re.sub(r"\{\w+\}", "x", line), ""
+            yield "the table of findings", re.sub(r"\{\w+\}", "x", line).replace("FILE#", "FILE"), ""
 
 
 def taken(house: House) -> Iterator[str]:

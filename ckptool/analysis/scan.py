@@ -61,7 +61,6 @@ _STEP_IN_NAME = re.compile(  # a word and a number, or nothing but a number
 )
 _EPOCH_IN_NAME = re.compile(r"(?:epoch|(?<![a-z])ep)[-_=]?0*(\d{1,9})(?!\d)", re.IGNORECASE)  # but not in `step-2`
 
-
 _UTC = Unit(
     json=lambda seconds: datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds"),
     schema={"type": "string", "format": "date-time"},
@@ -280,9 +279,11 @@ def scan(path: PathLike, *, latest_only: bool = False, full: bool = False, jobs:
                 rows.append(_damaged_row(file, Corrupt(f"ckptool could not judge it ({type(bug).__name__}: {bug!s})")))
     gone = len(files) - len(rows)  # meanwhile, as by a run that keeps the last few
     torn = ("corrupt", "truncated", "unsupported")  # before the damage, there may be a call
-    rows = [
-        row for row in rows if files[row.path] or row.calls or (row.state in torn and reaches_a_call(Source(row.path)))
-    ]
+    judged, rows = rows, []
+    for row in judged:
+        with suppress(FileNotFoundError):  # what was being written under another name has its own now
+            if files[row.path] or row.calls or (row.state in torn and reaches_a_call(Source(row.path))):
+                rows.append(row)
     good = [row for row in rows if row.is_good and files[row.path]]
     good = [row for row in good if row.is_model] or good  # rather than an optimizer or a data loader by itself
     good = [row for row in good if not is_set_aside(row.path[len(name) :].rstrip("/"))] or good

@@ -114,8 +114,7 @@ def of_checkpoint(checkpoint: Checkpoint, name: str, at: str | None = None) -> T
             tied, kind = first.setdefault(value.view, key), kind_by_name(key, value.dtype)
             tensors[key] = Expected(key, value.dtype, value.shape, kind, tied if tied != key else None)
     metadata = node.metadata if isinstance(node, OrderedDict) else None
-    remarks = (remark,) if remark else ()
-    return Target(name, CHECKPOINT, tensors, False, values, metadata, checkpoint, remarks)
+    return Target(name, CHECKPOINT, tensors, False, values, metadata, checkpoint, (remark,) if remark else ())
 
 
 def extra_states(names: Iterable[Any], tensors: Collection[str]) -> list[str]:

@@ -57,8 +57,7 @@ def complete(arguments: Sequence[str]) -> int:
             if shell == "fish":
                 pieces.append(f"{word.text}\t{about}\0")
             elif shell == "zsh":
-                shown = f"{name}  -- {about}" if about else name
-                pieces.append(f"{rest}\0{space}\0{shown}\0")
+                pieces.append(f"{rest}\0{space}\0{f'{name}  -- {about}' if about else name}\0")
             else:
                 pieces.append(f"{name}\n" if only_lists else f"{replaced[0]}{rest}{space}\n")
         answer.write(os.fsencode("".join(pieces)))
@@ -145,8 +144,7 @@ def _values(parameter: Parameter, typed: str, words: Sequence[str]) -> list[Cand
     option = parameter.option
     choices = list(option.choices or (VALUES[option.metavar]() if option.metavar in VALUES else ()))
     if choices and not ("FILE" in option.metavar and not any(choice.startswith(typed) for choice in choices)):
-        listed = typed[: typed.rfind(",") + 1] if option.several else ""
-        return [Candidate(listed + choice) for choice in choices]
+        return [Candidate(typed[: typed.rfind(",") + 1] * option.several + choice) for choice in choices]
     if option.metavar == "ADDRESS":
         file = next((word for word in words[1:] if os.path.lexists(word)), None)
         return addresses(file, typed) if file else []

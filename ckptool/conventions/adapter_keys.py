@@ -205,8 +205,12 @@ class Places:
 
     def moved(self) -> list[str]:
         """The prefixes that differ, in words."""
-        shown = ([repr(text) if text else "no prefix" for text in pair] for pair in self.prefixes.values() if any(pair))
-        return list(dict.fromkeys(f"the adapter's names begin with {a}, the base's with {b}" for a, b in shown))
+        moves, texts = [(c + old, new) for c, (old, new) in self.prefixes.items() if (old, new) != ("", "")], []
+        for old, new in moves:  # the base's with its dots
+            dotted = next(names[0][: len(new)] for spelled, names in self.names.items() if spelled.startswith(new))
+            shown = (repr(text) if text else "no prefix" for text in (old, dotted))
+            texts.append("the adapter's names begin with {}, the base's with {}".format(*shown))
+        return texts
 
     def in_base(self, component: str, name: str) -> str:
         """An adapter's name as the base has it; empty for one that does not begin with the component's prefix."""

@@ -405,9 +405,9 @@ class _TreeFacts:
                 named = {key: value for key, value in node.items() if type(value) in _TENSORS and type(key) is str}
                 weights = [value for key, value in named.items() if key.rpartition(".")[2] in ("weight", "bias")]
                 empty = sum(value.shape == (0,) for value in weights)
-                meta = sum(map(is_meta, weights))
-                flat = (key for key, value in named.items() if "flat_param" in key and type(value) is TensorEntry)
-                self.flat |= any(map(is_flat_parameter, flat))
+                meta = sum(type(value) is Composite and is_meta(value) for value in weights)
+                flat = [key for key in named if "flat_param" in key]
+                self.flat |= any(is_flat_parameter(key) for key in flat if type(named[key]) is TensorEntry)
                 if empty > self.empty or meta > self.meta:
                     self.empty, self.meta, self.weights = empty, meta, len(weights)
 

@@ -287,19 +287,19 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
     checkpoints, rows = folder.all(), list[RunCheckpoint]()
     rules, _ = Retention(last, best, every, metric, mode).divide(checkpoints)
     for saved in checkpoints:
-        state, problem, reasons, size = GOOD, "", rules.get(saved.step, []), 0
+        state, problem, reasons, size = GOOD, "", tuple(rules.get(saved.step, ())), 0
         try:
             check(saved, "full" if full else "size")
         except CkptoolError as error:
-            state, problem, reasons = error.code, error.what, ["damaged"]
-        with suppress(CkptoolError):  # if it is gone, `problem` says so
+            if not os.path.lexists(saved.path):  # the run has deleted it meanwhile
+                continue
+            state, problem, reasons = error.code, error.what, ("damaged",)
+        with suppress(CkptoolError):  # if a part is gone, `problem` says so
             size = size_of(saved.path)
         facts = saved.sidecar or {}
         epoch, loss = facts.get("epoch"), facts.get("loss")
         epoch, loss = epoch if isinstance(epoch, int) else None, loss if isinstance(loss, float) else None
-        rows.append(
-            RunCheckpoint(saved.step, saved.path, state, problem, epoch, loss, saved.metrics, size, tuple(reasons))
-        )
+        rows.append(RunCheckpoint(saved.step, saved.path, state, problem, epoch, loss, saved.metrics, size, reasons))
     event = history[-1] if history else {}
     times = (fact.get("total_seconds") for fact in reversed(history))
     return RunReport(

@@ -401,15 +401,15 @@ def average(
     if problems := [line for node, name in others for line in differences((node, last), (name, names[-1]))]:
         what = f"the files do not hold the same weights: {listed(problems, 6)}"
         why = "The mean of different models is not a model. Nothing was written."
-        if not any(any(differences((node, last), ("", ""), types=False)) for node in nodes):
-            fix = f"Only their types differ; cast them first: {command('cast', FILE, dtype='f32', out=OUT)}"
-            raise Conflict(what, "Each type rounds in its own way. Nothing was written.", fix)
+        fix = f"See all differences: {command('diff', names[0], names[-1])}"
         plain = [{*bare((*node,))} for node in nodes]
         wrapped = [name for node, name, keys in zip(nodes, names, plain, strict=False) if {*node} != keys]
-        if wrapped and all(keys == plain[-1] for keys in plain):
-            strip = command("strip-module", wrapped[0], out=OUT)
-            raise Conflict(what, why, f"Only a prefix differs; remove it: {strip}")
-        raise Conflict(what, why, f"See all differences: {command('diff', names[0], names[-1])}")
+        if not any(any(differences((node, last), ("", ""), types=False)) for node in nodes):
+            why = "Each type rounds in its own way. Nothing was written."
+            fix = f"Only their types differ; cast them first: {command('cast', FILE, dtype='f32', out=OUT)}"
+        elif wrapped and all(keys == plain[-1] for keys in plain):
+            fix = f"Only a prefix differs; remove it: {command('strip-module', wrapped[0], out=OUT)}"
+        raise Conflict(what, why, fix)
     first_names: dict[Any, str] = {}  # of a tensor with several names the first by sorting, whatever order they are in
     largest: dict[tuple[int, ...], list[TensorEntry]] = {}  # by the storages in all files: the largest tensor on them
     names_of = ((str(key), key) for key, value in last.items() if isinstance(value, TensorEntry))

@@ -53,8 +53,7 @@ def demo(
     for name, value in weights.items():
         layer = int(name.split(".")[1]) if name.startswith("h.") else 0
         amount = 0.01 * max(layer - LAYERS // 2 + 1, 0)
-        trained = value * (1 + amount * random.standard_normal(value.shape)) if amount else value
-        tuned[name] = trained.astype("f4")
+        tuned[name] = (value * (1 + amount * random.standard_normal(value.shape)) if amount else value).astype("f4")
     trees = {MODEL: _training(weights, random), TUNED: OrderedDict({k: array_entry(v) for k, v in tuned.items()})}
     files: dict[str, Any] = {}
     for name, tree in trees.items():

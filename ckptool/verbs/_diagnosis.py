@@ -106,7 +106,7 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
         *container,
         *refused,
         *_of_notes(contents, way, rewritten),
-        *of_layout(contents, candidates, target is None, sole, dropped),
+        *of_layout(contents, candidates, "" if target is None else target.name, sole, dropped),
     ]
     if target is not None and way is not None:
         findings += of_target(candidates[0], target, way)

@@ -152,8 +152,7 @@ def convert(
         if prefix and beside.library:  # which would not find its weights
             path = (change.path or "").rstrip("/")
             fixed = command("strip-module", path, prefix=prefix if lightning else "", out=f"{path}-bare/")
-            message = f"{beside.library} does not find names that begin with {prefix}"
-            notes += (Note("prefix-module", message, fixed),)
+            notes += (Note("prefix-module", f"{beside.library} does not find names that begin with {prefix}", fixed),)
     if ranks is not None:
         from ckptool.formats.dcp.save_plan import RankDivision
 

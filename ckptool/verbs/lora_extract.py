@@ -51,8 +51,7 @@ def lora_extract(
     nodes = [stripped if len(stripped) == len(node) else node for stripped, node in zip(bare, nodes, strict=True)]
     first, second = (in_memory(node, config, name) for node, name in zip(nodes, names, strict=True))
     second.refuse_unknown(names[1])
-    chosen = several(only), several(exclude)
-    adapter, facts, clamped = extract(first.tree, second, names, rank, target, *chosen)
+    adapter, facts, clamped = extract(first.tree, second, names, rank, target, several(only), several(exclude))
     ranks = list(facts["ranks"].values())
     span = f"{min(ranks):,}" if min(ranks) == max(ranks) else f"{min(ranks):,} to {max(ranks):,}"
     unchanged = counted(facts["unchanged"], "tensor")

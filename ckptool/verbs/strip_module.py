@@ -27,6 +27,5 @@ def strip_module(
     carry the prefix, `NoMatch` where a named prefix is on no key.
     """
     change = begin_change("strip-module", file, out, at, options)
-    roots = model_state_dicts(change.part, named=change.named)
-    renamed = strip(change.part, roots, several(prefix), partial=partial)
+    renamed = strip(change.part, model_state_dicts(change.part, named=change.named), several(prefix), partial=partial)
     return renamed_file(change, renamed, clean="already clean: no wrapper prefix on any key")

@@ -98,6 +98,9 @@ def zeros(*shape: int, fill: float = 0.0) -> TensorEntry:
     return entry(numpy.full(shape, fill))
 
 
+INTEGERS = TensorEntry(Storage(InlineBytes(bytes(64))), by_name("i64"), (4, 2), (2, 1))
+
+
 def pair(module: str, rank: int = 2) -> dict[str, TensorEntry]:
     return {f"{module}.lora_A.weight": zeros(rank, 6), f"{module}.lora_B.weight": zeros(4, rank)}
 
@@ -144,6 +147,8 @@ def test_a_key_is_taken_apart(key: str, scheme: str, component: str, module: str
         (pair("unet.q") | {"unet.q.alpha": zeros(fill=math.nan)}, None, "is nan, not a number"),
         (pair("unet.q") | pair("base_model.model.q"), None, "mixes the names"),
         ({"weight": zeros(2)}, None, "has no LoRA"),
+        (pair("base_model.model.q") | {"base_model.model.q.lora_A.weight": zeros(2)}, CONFIG, "A is not a matrix"),
+        (pair("base_model.model.q") | {"base_model.model.q.lora_B.weight": INTEGERS}, CONFIG, "B is not a matrix"),
     ],
 )
 def test_what_is_no_whole_adapter_is_named(node: Any, config: Any, message: str) -> None:

@@ -228,6 +228,21 @@ def test_what_is_damaged_is_found_by_its_size_or_in_full(run_folder: Path) -> No
     assert "none of them is whole" in str(found)
 
 
+def test_what_the_run_deletes_meanwhile_is_not_damaged(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptool.training import run_folder as module
+
+    real = module.check
+
+    def deleted(saved: Any, verify: str) -> Any:
+        if saved.path.endswith(name_of(20)):
+            Path(saved.path).unlink()
+        return real(saved, verify)
+
+    monkeypatch.setattr(module, "check", deleted)
+    found = ckptool.inspect_run(run_folder)
+    assert (found.damaged, found.resumes) == (0, 15) and 20 not in {row.step for row in found.checkpoints}
+
+
 def test_a_sidecar_of_anything(run_folder: Path) -> None:
     path = (run_folder / "checkpoints" / name_of(20)).with_suffix(".json")
     told = json.loads(path.read_text())

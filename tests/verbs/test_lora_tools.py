@@ -317,6 +317,10 @@ def test_an_adapter_of_a_model_inside_another_is_that_models(lead: str, tmp_path
         ckptool.lora_convert(adapter, tmp_path / f"{number}.safetensors", to="kohya", **options)
     for names in (("0.pt", "1.pt"), ("resized0", "resized1"), ("0.safetensors", "1.safetensors")):
         assert ckptool.diff(*(tmp_path / name for name in names)).same, names
+    inside = stored({f"a.net.{name}.weight": torch.ones(8, 6) for name in ("up", "q")}, tmp_path / "inside.pt")
+    for adapter, start in ((plain, "base_model.model."), (tmp_path / "0.safetensors", "lora_unet_")):
+        words = f"the adapter's names begin with '{start}', the base's with 'a.net.'"
+        assert words in str(ckptool.lora_merge(inside, adapter, tmp_path / "m.pt", overwrite=True))
     both = {f"{side}.base_model.model.{key}": value for side in ("actor", "critic") for key, value in factors.items()}
     with pytest.raises(Unsupported, match=r"is for actor\.base_model\.model\., critic"):
         ckptool.lora_merge(base, stored(both, tmp_path / "both.pt"), tmp_path / "no.pt", config=CONFIG)

@@ -97,6 +97,23 @@ def test_a_folder_that_is_gone_before_it_is_looked_into(tmp_path: Path, monkeypa
     assert [Path(file.path).name for file in found.files] == ["a.pt"] and found.other_files == 0
 
 
+def test_a_file_that_gets_its_name_while_the_folder_is_scanned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.save` to another name, then a rename: what was torn when it was read is not there any more."""
+    checkpoint(tmp_path / "step-1.pt", 1)
+    torn = checkpoint(tmp_path / "step-2.pt.tmp", 2)
+    os.truncate(torn, 900)
+    real = module._damaged_row
+
+    def renamed(path: str, error: Any) -> Any:
+        row = real(path, error)
+        torn.rename(tmp_path / "step-2.pt")
+        return row
+
+    monkeypatch.setattr(module, "_damaged_row", renamed)
+    found = ckptool.scan(tmp_path)
+    assert [Path(file.path).name for file in found.files] == ["step-1.pt"] and found.other_files == 1
+
+
 @pytest.mark.parametrize("moves", [1, 3, 4])
 def test_a_run_that_keeps_the_last_one_has_one_at_any_time(
     moves: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -262,6 +279,11 @@ def test_what_is_wrong_in_a_long_list_is_named_at_its_end(tmp_path: Path, run: R
         checkpoint(tmp_path / f"{number}.pt")
     (tmp_path / "7.pt").write_bytes((tmp_path / "8.pt").read_bytes()[:-30])
     assert "\nnot good: 7.pt (truncated)\n" in run("scan", tmp_path).out
+    for number in range(8, 45):
+        (tmp_path / f"{number}.pt").unlink()
+    assert "not good: " not in run("scan", tmp_path).out  # the list above shows it
+    (tmp_path / "7.pt").unlink()
+    assert "not good" not in run("scan", tmp_path).out
 
 
 def test_what_a_pickle_would_call_is_named_with_its_place(tmp_path: Path, run: Run) -> None:

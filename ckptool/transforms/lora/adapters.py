@@ -412,15 +412,15 @@ def convert(adapter: Adapter, scheme: str, *, bases: Sequence[Mapping[Any, Any]]
     if whole_keys := [delta.keys[""] for delta in adapter.deltas if delta.method == WHOLE]:
         what = f"{name} has whole tensors (modules_to_save): {listed(whole_keys)}"
         raise Unsupported(what, f"{scheme} would lose them.", f"Extract it without them: {arg(exclude=PATTERN)}")
+    common = _HOLDS[scheme] & _HOLDS.get(old, _HOLDS[DIFFUSERS])
     for delta in adapter.deltas:
         is_bias, dora = delta.method == BIAS, delta.magnitude is not None
         difference = is_bias and "B.bias" not in delta.factors
         facts = {"DoRA": dora, "differences of biases": difference, "biases": is_bias, "embeddings": delta.embedding}
         facts["a module in another"] = any(".base_layer." in key for key in delta.keys.values())  # PEFT adds it twice
-        for fact, present in facts.items():
-            if present and fact not in _HOLDS[scheme] & _HOLDS.get(old, _HOLDS[DIFFUSERS]):
-                why = f"{old} and {scheme} have no common form for it."
-                raise Unsupported(f"{name}: {delta.module} has {fact}", why)
+        if lost := [fact for fact, present in facts.items() if present and fact not in common]:
+            why = f"{old} and {scheme} have no common form for it."
+            raise Unsupported(f"{name}: {delta.module} has {lost[0]}", why)
     # The prefix of each component in the scheme. Names that do not say which are a text encoder's or a transformer's
     # if one of its modules begins as in diffusers, else a UNet's, like most adapters for these programs.
     components, names = {delta.component for delta in adapter.deltas}, dict[str, str]()

@@ -101,10 +101,9 @@ class AdapterMerge:
             modules.setdefault(delta.module, []).append(delta)
         order = {key: index for index, key in enumerate(self.tensors)}
         for module, deltas in modules.items():
-            names = {
-                self.places.key(deltas[0].component, [f"{module}.{name}"]): name for name in self.parameters[deltas[0]]
-            }
-            present = {key: name for key, name in names.items() if key in self.tensors}
+            component, names = deltas[0].component, self.parameters[deltas[0]]
+            pairs = ((self.places.key(component, [f"{module}.{name}"]), name) for name in names)
+            present = {key: name for key, name in pairs if key in self.tensors}
             if not present:  # a name without its module: every module may have a `down_proj`
                 self.parameters = {delta: names for delta, names in self.parameters.items() if delta not in deltas}
             if not len(deltas) <= len(present) <= _MOST_PARAMETERS:
@@ -249,10 +248,8 @@ class AdapterMerge:
             is_named = any(f".{module}." in f".{name}" for module in saved)
             if not is_named and no_filter and name.endswith(".weight") and len(value.shape) > 1:
                 module = name.removesuffix(".weight")
-                if isinstance(targets, str):
-                    is_named = matches("target_modules", targets, module)
-                else:
-                    is_named = f".{module}".endswith(ends)
+                is_in_text = isinstance(targets, str) and matches("target_modules", targets, module)
+                is_named = is_in_text or f".{module}".endswith(ends)
             missing += [key] if is_named else []
         if missing:
             what = f"{self.name} has nothing for {counted(len(missing), 'tensor')} of modules that its configuration "
