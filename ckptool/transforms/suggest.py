@@ -443,7 +443,7 @@ class Search:
             tried = set[tuple[int, int]]()  # a pair with a thousand shapes is met a thousand times
             for mine, shape in ((mine, shape) for shape, members in ours.by_trait.items() for mine in members):
                 goals = theirs.by_trait.get(shape, [])
-                if not goals or max(len(ours.by_trait[shape]), len(goals)) > MOST_ALIKE:
+                if not (shape and goals) or max(len(ours.by_trait[shape]), len(goals)) > MOST_ALIKE:
                     continue
                 near = max(goals, key=lambda goal: len(mine.words & goal.words))
                 if (id(mine), id(near)) in tried:

@@ -135,6 +135,14 @@ def test_rules(source: Shapes, target: Shapes, rules: list[str] | None, agree: i
             for shift in (1, 6)
             for name in ("layers", "blocks")
         ),
+        *(
+            (
+                under(prefix, {key: shape for key, shape in LARGER.items() if "layer2.2" in key}),
+                {"layer4.1.bn1.num_batches_tracked": ()},
+                set(),
+            )
+            for prefix in ("", "net.")
+        ),
         (LARGER, SMALLER | {"layer4.1.bn1.num_batches_tracked": ()}, set()),
         ({"steps": (), "scale": (1,)}, {"counter": (), "factor": (1,)}, set()),  # scalars are no evidence
     ],
