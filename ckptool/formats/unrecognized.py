@@ -187,8 +187,8 @@ def read_as_text(source: Source) -> CkptoolError | None:
     except UnicodeDecodeError:
         return None
     what, lost = f"{source} was read as text and written again, as UTF-8", text.count("\ufffd") >= FEW
-    others = [letter for letter in text if letter > "\x7f"]
-    if "\0" not in text or len(others) < FEW or (not lost and max(others) > "\xff"):
+    controls = sum("\0" < letter < "\t" for letter in text)  # as in no text, nor in names that a tar has
+    if controls < FEW or not (lost or "\x7f" < max(text) <= "\xff"):
         return None
     if lost:
         again = "Copy or download it again, as binary data."

@@ -137,6 +137,14 @@ def test_what_was_read_as_text_is_told_and_a_shell_undoes_it(form: str, how: str
         assert out.read_bytes() == data
 
 
+def test_names_in_other_letters_are_no_sign_of_that(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(tarfile.TarInfo("é" * 300))
+    for data in (out.getvalue(), safetensors.torch.save({"ü" * 50: torch.zeros(9)})[:-4]):
+        assert "read as text" not in ckptool.doctor(written(data, tmp_path / "a.pt")).findings[0].what
+
+
 def test_random_starts_never_reach_a_traceback(tmp_path: Path) -> None:
     chance = numpy.random.default_rng(1)
     starts = [*OTHER_MODELS.values(), CHECKPOINT[:64], plain_tar()[:300], b"{", b"\x80\x02", b"<"]
