@@ -228,6 +228,8 @@ def joined_names(node: Any) -> dict[str, Tensor] | None:
     while stack:  # opening has bounded the characters of all names
         name, value = stack.pop()
         if isinstance(value, dict) and id(value) not in seen and all(type(key) is str for key in value):
+            if any(isinstance(part, dict) and not f"_{key}".isidentifier() for key, part in value.items()):
+                return None  # no attribute of a module: a file, say
             seen.add(id(value))
             stack += [(f"{name}.{key}" if name else key, part) for key, part in reversed(value.items())]
         elif isinstance(value, (TensorEntry, Composite)) and name not in names:

@@ -151,6 +151,8 @@ def test_what_is_more_than_parts_of_a_model_is_not_joined(tmp_path: Path) -> Non
     with pytest.raises(UsageError) as caught:
         ckptool.convert(file, tmp_path / "out.safetensors")
     assert "joined" not in caught.value.fix
-    file = saved({"a": weights("b.w", "c.w"), "a.b": weights("w", "v")}, tmp_path / "two.pt")  # two of one name
-    with pytest.raises(Unsupported):
-        ckptool.convert(f"{file}#/", tmp_path / "out.safetensors")
+    two_of_one_name = {"a": {"b": weights("w", "v"), "b.w": torch.ones(2)}}
+    for value in (two_of_one_name, {"model.pt": weights("a.w"), "dense/model.pt": weights("a.w")}):
+        file = saved(value, tmp_path / "other.pt")
+        with pytest.raises(Unsupported):
+            ckptool.convert(f"{file}#/", tmp_path / "out.safetensors")
