@@ -282,13 +282,15 @@ def extract(
         raise UsageError(what, why, f"For example: {arg(rank=largest)}")
     tied_names = {*aliases, *aliases.values()}
     is_alone = "lm_head.weight" in tied_names and len(tied_names) == 2 and "lm_head.bias" not in base
-    # Some as PEFT has them by itself, since other programs read them.
     config = {
-        **{"base_model_name_or_path": None, "inference_mode": True, "lora_dropout": 0.0, "task_type": None},
+        "base_model_name_or_path": None,  # which other programs read, though PEFT needs it not
         "bias": "lora_only" if any(name.endswith(".base_layer.bias") for name in whole_deltas) else "none",
         "ensure_weight_tying": "lm_head" in saved and is_alone,  # PEFT makes every other one a Linear without bias
         "fan_in_fan_out": any(True in turns(f"{delta.module}.weight") for delta in deltas),
+        "inference_mode": True,
+        "lora_dropout": 0.0,
         "modules_to_save": sorted(saved) or None,
+        "task_type": None,
         "use_rslora": False,
     }
     modules = (key[:-7] for key in base if type(key) is str and key.endswith(".weight"))
