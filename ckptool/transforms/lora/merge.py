@@ -235,7 +235,7 @@ class AdapterMerge:
     def _refuse_missing(self) -> None:
         """Raises `NoMatch` where PEFT's configuration names modules that the adapter has nothing for."""
         config = self.adapter.config
-        removed, added = next(iter(self.places.prefixes.values()))
+        removed, added = next(iter(self.places.prefixes.values()), ("", ""))
         no_filter = not any(config.get(field) for field in ("exclude_modules", "layers_to_transform", "layers_pattern"))
         targets = config.get("target_modules")  # ends of names, or an expression for whole names
         ends = tuple(f".{end}" for end in self.adapter.names("target_modules"))
