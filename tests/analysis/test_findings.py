@@ -2,6 +2,7 @@
 message means the same in whatever traceback it stands."""
 
 import io
+import shlex
 import subprocess
 import sys
 import traceback
@@ -107,6 +108,7 @@ def test_a_message_means_the_same_in_any_traceback(style: str, message: str, tmp
 
 def test_a_program_that_says_much_before_it_fails_is_read_to_its_end() -> None:
     program = "for _ in range(200_000): print('step 1, loss 0.5')\nopen('none.pt').read()"
-    line = f'{sys.executable} -c "{program}" 2>&1 | {sys.executable} -m ckptool explain -; echo ${{PIPESTATUS[0]}}'
+    python = shlex.quote(sys.executable)
+    line = f'{python} -c "{program}" 2>&1 | {python} -m ckptool explain -; echo ${{PIPESTATUS[0]}}'
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
     assert "There is no file of that name" in done.stdout and done.stdout.splitlines()[-1] == "1", done

@@ -1,6 +1,8 @@
 """One root as plain tensors: what is kept, what is left behind, what is only noted."""
 
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -138,7 +140,8 @@ def test_parts_of_a_model_that_were_saved_apart_are_one(entry: str, seed: int, t
     assert run("doctor", str(file), "--against", str(whole), "--fix", "-o", str(tmp_path / "fixed.pt")).code == 0
     assert_same_objects(dict(model.state_dict()), dict(torch.load(tmp_path / "fixed.pt")))
     for advice in [each.advice for each in ckptool.doctor(file).findings if each.code == "several-weights"]:
-        subprocess.run(["sh", "-c", f"cd {tmp_path} && {advice.partition('joined by dots: ')[2]}"], check=True)
+        words = advice.partition("joined by dots: ckptool ")[2]
+        subprocess.run(["sh", "-c", f"{shlex.quote(sys.executable)} -m ckptool {words}"], check=True, cwd=tmp_path)
         assert load_file(tmp_path / "in.fixed.safetensors").keys() == model.state_dict().keys()
         (tmp_path / "in.fixed.safetensors").unlink()
 
