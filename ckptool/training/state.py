@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -337,15 +338,10 @@ class Window:
         self.is_adding = False  # an optimizer stepped by gradients that were added to those of its last step
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
-        this = weakref.ref(self)
         for index, optimizer in enumerate(self._optimizers) if len(self._optimizers) > 1 else ():
-            _tell(optimizer, index, this)
-
-        def stepped(optimizer: Optimizer, *call: Any) -> None:
-            if (watcher := this()) is not None:
-                watcher.note_step(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+            _tell(optimizer, index, weakref.ref(self))
+        _WINDOWS.add(self)
+        _watch_steps()
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer of this process has used its gradients."""
@@ -415,6 +411,21 @@ def _gradients(*optimizers: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     parameters = (parameter for group in groups for parameter in group["params"])
     return ((id(parameter), parameter.grad) for parameter in parameters if parameter.grad is not None)
+
+
+_WINDOWS: weakref.WeakSet[Window] = weakref.WeakSet()
+
+
+@cache
+def _watch_steps() -> None:
+    """Has every optimizer of this process report its steps to all windows. The hook is never removed: torch may be
+    iterating over its hooks when a window is collected."""
+
+    def stepped(optimizer: Optimizer, *_: Any) -> None:
+        for window in _WINDOWS:
+            window.note_step(optimizer)
+
+    register_optimizer_step_post_hook(stepped)
 
 
 def _has_values(gradient: torch.Tensor) -> bool:

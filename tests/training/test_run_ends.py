@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from ckptool import Run
@@ -111,6 +114,21 @@ def test_a_run_that_is_started_again_to_end_where_it_was_stopped_is_saved_as_fin
     stopped, finished = found
     assert (stopped["stop"], stopped["parent"]) == (True, 3)
     assert (finished.get("stop"), finished["parent"], finished["sha256"]) == (None, 3, stopped["sha256"])
+
+
+def test_a_run_that_is_collected_while_an_optimizer_steps_breaks_no_step(tmp_path: Path) -> None:
+    """torch calls its hooks in a loop over them, in which the collector may run."""
+    run = Run(tmp_path, say=str, **parts())
+    run.itself = run  # type: ignore[attr-defined]
+    collected = weakref.ref(run)
+    del run
+    handles = [register_optimizer_step_post_hook(hook) for hook in (lambda *_: gc.collect() and None, lambda *_: None)]
+    try:
+        torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1).step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert collected() is None
 
 
 def test_time_that_is_over_stops_a_run_with_exit_code_0(tmp_path: Path) -> None:
