@@ -7,7 +7,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -341,7 +340,6 @@ class Window:
         for index, optimizer in enumerate(self._optimizers) if len(self._optimizers) > 1 else ():
             _tell(optimizer, index, weakref.ref(self))
         _WINDOWS.add(self)
-        _watch_steps()
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer of this process has used its gradients."""
@@ -416,16 +414,14 @@ def _gradients(*optimizers: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
 _WINDOWS: weakref.WeakSet[Window] = weakref.WeakSet()
 
 
-@cache
-def _watch_steps() -> None:
-    """Has every optimizer of this process report its steps to all windows. The hook is never removed: torch may be
-    iterating over its hooks when a window is collected."""
+def note_step(optimizer: Optimizer, *_: Any) -> None:
+    """Has all windows note a step of an optimizer of this process."""
+    for window in _WINDOWS:
+        window.note_step(optimizer)
 
-    def stepped(optimizer: Optimizer, *_: Any) -> None:
-        for window in _WINDOWS:
-            window.note_step(optimizer)
 
-    register_optimizer_step_post_hook(stepped)
+# Never removed: torch may be in a loop over its hooks when a window is collected.
+register_optimizer_step_post_hook(note_step)
 
 
 def _has_values(gradient: torch.Tensor) -> bool:
