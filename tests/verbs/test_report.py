@@ -130,6 +130,14 @@ def test_the_words_and_squares_of_a_page_of_two(folder: Path) -> None:
         assert hues["[e]xtra"] == "6", "of no model"
 
 
+def test_more_kinds_of_changes_than_a_few_are_counted(folder: Path) -> None:
+    for count in (3, 4, 7):
+        sides = [{f"{n}.weight": torch.ones(n + 2, 2 + side) for n in range(count)} for side in (0, 1)]
+        page = ckptool.report(*(saved(each, folder / f"{at}.pt") for at, each in enumerate(sides))).html()
+        words = {3: "", 4: "1 more change of that kind", 7: "4 more changes of that kind"}[count]
+        assert words in page and ("of that kind" in page) is (count > 3)
+
+
 def test_a_page_replaces_no_input(folder: Path, run: Run) -> None:
     Path("model.py").write_text("from torch import nn\n\ndef build():\n    return nn.Linear(1, 1)\n")
     cut = written((folder / "a.pt").read_bytes()[:-400], folder / "cut.pt")
