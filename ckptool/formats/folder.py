@@ -19,7 +19,7 @@ from itertools import islice
 from math import isfinite, prod
 from typing import Any
 
-from ckptool.checkpoint import Checkpoint, Composite, PartKind, PartOf, TensorEntry
+from ckptool.checkpoint import Checkpoint, Composite, PartKind, PartOf, Tensor, TensorEntry
 from ckptool.checkpoint.dtypes import has_numbers
 from ckptool.checkpoint.files import Folder, Source, json_or_none
 from ckptool.checkpoint.graph import structural_parts, visit
@@ -255,7 +255,6 @@ _NUMBERS = re.compile(r"\d+")
 
 _SCALARS = frozenset({str, bytes, int, float, complex, bool, type(None), TensorEntry, Global})
 _NO_VALUES = "weights without values"
-_TENSORS = (TensorEntry, Composite)
 _ONE_OF_SEVERAL = "model parallelism shards the weights over several files, and this is one of them"
 
 
@@ -402,7 +401,7 @@ class _TreeFacts:
                     self.rank = rank if self.rank is None and type(rank) is int and rank >= 0 else self.rank
                     self.world = world if self.world is None and type(world) is int and world > 0 else self.world
             elif isinstance(node, dict):
-                named = {key: value for key, value in node.items() if type(value) in _TENSORS and type(key) is str}
+                named = {key: value for key, value in node.items() if isinstance(value, Tensor) and type(key) is str}
                 weights = [value for key, value in named.items() if key.rpartition(".")[2] in ("weight", "bias")]
                 empty = sum(value.shape == (0,) for value in weights)
                 meta = sum(type(value) is Composite and is_meta(value) for value in weights)
@@ -438,7 +437,7 @@ def refuse_placeholders(checkpoint: Checkpoint, names: Iterable[tuple[str, Any]]
     is_joined = part is not None and part.kind is PartKind.MEMBERS and checkpoint.container != "folder"
     if part is None or part.kind is PartKind.SHARD or is_joined:
         return
-    pairs = [(name, value) for name, value in names if isinstance(value, _TENSORS)]
+    pairs = [(name, value) for name, value in names if isinstance(value, Tensor)]
     on_meta = [name for name, value in pairs if is_meta(value)]
     empty = on_meta or [name for name, value in pairs if isinstance(value, TensorEntry) and value.shape == (0,)]
     if empty:

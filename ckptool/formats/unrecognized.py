@@ -126,9 +126,7 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
             # `>` replaces what is there.
             out = free_name(unpacked if unpacked != source.path else f"{unpacked}.unpacked", ".unpacked")
             files = () if program.startswith("git") else (source.path,)
-            how = (
-                other_program(program, *files, into=out if program.endswith((" -dc", " -d")) else "") if program else ""
-            )
+            how = program and other_program(program, *files, into=out if program.endswith(("-dc", "-d")) else "")
             # What was opened without a name cannot be named to a program.
             is_named = not (program and files and source.path.startswith("<"))
             fix = f"{advice}{colon}{how}" if is_named else "Unpack it first."
@@ -152,11 +150,10 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         is_text = all(byte >= 32 or byte in b"\t\r\n\f" for byte in head)
     except UnicodeDecodeError:
         is_text = False
-    if not is_text and (sent := read_as_text(source)) is not None:
-        return sent
     if not is_text:
         what = f"{source} is not a checkpoint that ckptool knows"
-        return NotACheckpoint(what, f"It begins with the bytes {head[:8].hex(' ')}.")
+        unknown = NotACheckpoint(what, f"It begins with the bytes {head[:8].hex(' ')}.")
+        return read_as_text(source) or unknown
     if re.match(_AS_TEXT + rb"[\[{]", head):
         scan = command("scan", os.path.dirname(source.path) or os.curdir)
         why = "It is an index, a configuration or an error message, not the tensors."
