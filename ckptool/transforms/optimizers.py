@@ -19,7 +19,7 @@ from ckptool.analysis.targets import PARAMETER, Target, kind_by_name
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import fields
-from ckptool.checkpoint.tree import address, holders, replaced_at
+from ckptool.checkpoint.tree import address, holders, replaced_at, tensors
 from ckptool.commands import FILE, OUT, arg, command
 from ckptool.conventions.optimizer_keys import FACTORS, flattened, nested, with_numbers
 from ckptool.conventions.state_dicts import find_state_dicts, optimizers, without_wrappers
@@ -147,10 +147,9 @@ class Slots:
         """Raises `Unsupported` for vectors of all parameters, as LBFGS has them, and for state of other shapes than the
         weights of that name have: factors, as Adafactor's. One of them may have the shape of a weight by chance."""
         what, weights = "", weights or {}
-        slots = ((name, slot) for name, slot in self.tree["state"].items() if name in weights)
-        for name, key, value in ((name, *item) for name, slot in slots for item in fields(slot).items()):
-            if getattr(value, "numel", 0) > 1 and value.shape != getattr(weights[name], "shape", value.shape):
-                what = f"{self.called}: {key} of {name} does not have one value for each of its elements"
+        for path, tensor in tensors({name: slot for name, slot in self.tree["state"].items() if name in weights}):
+            if tensor.numel > 1 and tensor.shape != getattr(weights[path[0]], "shape", tensor.shape):
+                what = f"{self.called}: {path[-1]} of {path[0]} does not have one value for each of its elements"
         if any("history_size" in group and "line_search_fn" in group for group in self.groups):
             what = f"{self.called} is LBFGS, whose vectors cover all parameters together"
         if what:
@@ -158,11 +157,11 @@ class Slots:
 
     def shapes(self) -> dict[Any, list[tuple[int, ...]]]:
         """The shapes of the tensors in each slot; numbers say nothing. One without tensors fits every shape."""
-        return {
-            slot: [value.shape for key, value in state.items() if isinstance(value, TensorEntry) and key not in FACTORS]
-            for slot, state in self.tree["state"].items()
-            if isinstance(state, dict)
-        }
+        shapes: dict[Any, list[tuple[int, ...]]] = {}
+        for path, tensor in tensors(self.tree["state"]):
+            if type(path[-1]) is str and path[-1] not in FACTORS:
+                shapes.setdefault(path[0], []).append(tensor.shape or ())
+        return shapes
 
     def own_names(self) -> dict[Any, str] | None:
         """The name of each slot, as the groups give them; None where they do not."""

@@ -29,9 +29,8 @@ MIN_SHARED = 1024
 def without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
     """The tree without optimizer state, and its addresses. Raises `UsageError` where no tensor would be left."""
     flat, paths = flat_keys(tree), {path: None for path, _ in optimizers(nested(tree))}
-    groups = ((node, fields(node)) for node in visit(tree) if "param_groups" in fields(node))
-    # Also of an optimizer around another (Lookahead's), and one that was pickled as it is.
-    states = {id(node) for node, parts in groups if not {"state", "fast_state"}.isdisjoint(parts)}
+    parts = {"param_groups", "state", "fast_state"}  # of an optimizer, also of Lookahead, and of one pickled as it is
+    states = {id(node) for node in visit(tree) if {"param_groups"} < parts & fields(node).keys()}
 
     def is_dropped(holder: Any, path: Path) -> bool:
         # Of a flattened one each key has the name of the weights before it: `optimizer.state.NAME.KEY`.
