@@ -22,7 +22,7 @@ from ckptool.checkpoint.nodes import fields
 from ckptool.checkpoint.tree import address, holders, replaced_at, tensors
 from ckptool.commands import FILE, OUT, arg, command
 from ckptool.conventions.optimizer_keys import FACTORS, flattened, nested, with_numbers
-from ckptool.conventions.state_dicts import find_state_dicts, optimizers, without_wrappers
+from ckptool.conventions.state_dicts import WEIGHTS, find_state_dicts, optimizers, without_wrappers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
 
@@ -184,6 +184,7 @@ class Slots:
         many.
         """
         roots = [root for root in find_state_dicts(replace(whole, tree=nested(whole.tree))) if root.is_model]
+        roots = [root for root in roots if root.kind == WEIGHTS] or roots  # no optimizer trains an average
         if (named := self.own_names()) is not None:  # maybe as DDP calls them, beside the weights of its module
             short = {slot: without_wrappers(name) for slot, name in named.items()}
             return short if any({*short.values()} <= root.node.keys() for root in roots) else named

@@ -344,6 +344,20 @@ def test_names_that_ddp_gives_are_those_of_the_weights_of_its_module(tmp_path: P
     assert_same_objects([*again.state.values()], [*optimizer.state.values()])
 
 
+def test_the_average_beside_a_model_does_not_make_it_unclear(tmp_path: Path) -> None:
+    """`AveragedModel` has other names, and weights that fit as well."""
+    model, optimizer, _ = made(1, "adam", False, 1, False)
+    average = torch.optim.swa_utils.AveragedModel(model).state_dict()
+    tree = {"swa_model": average, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    out = tmp_path / "out.pt"
+    ckptool.convert(saved(tree, tmp_path / "a.pt"), out, optimizer_as="names")
+    assert_same_objects(load(out)["optimizer"], get_optimizer_state_dict(model, optimizer))
+    done = ckptool.translate(
+        tmp_path / "a.pt", "*first.weight => *first.w : transpose", out, rest="keep", overwrite=True
+    )
+    assert done.facts["optimizers"] == 1
+
+
 def test_rows_and_columns_tell_whose_they_are(tmp_path: Path) -> None:
     """Adafactor of transformers, in one group, or in two with a momentum."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
