@@ -93,6 +93,11 @@ class StateDict:
         return self.kind in (WEIGHTS, AVERAGE)
 
     @property
+    def is_adapter(self) -> bool:
+        """True for a LoRA, LoHa or LoKr: changes to a model's weights."""
+        return self.is_model and " adapter, " in self.detail
+
+    @property
     def call(self) -> str:
         """What gives the state dict in Python: `.state_dict()` of a module, `()` of the method itself."""
         return "" if self.module is None else ".state_dict()" if method_owner(self.module) is self.module else "()"
