@@ -374,5 +374,5 @@ def test_an_adapter_is_told_from_another_model_and_what_adds_it_is_printed(tmp_p
     assert command.startswith(f"ckptool lora merge {base} {adapter} -o ")
     ckptool.lora_merge(base, adapter, out := tmp_path / "merged.pt")
     assert not ckptool.doctor(out, against=base).findings
-    spec = ckptool.spec(base, tmp_path / "base.json")
+    ckptool.spec(base, spec := tmp_path / "base.json")
     assert f"lora merge BASE {adapter}" in ckptool.doctor(adapter, against=spec).findings[0].advice, "it has no values"
