@@ -553,9 +553,9 @@ class PartSummary:
     first."""
 
     root: Annotated[StateDict, LIVE]
-    rows: Annotated[Sequence[TensorRow], LIVE]
-    sizes: Annotated[list[int], LIVE]
-    tied: Annotated[dict[int, int], LIVE]
+    rows: Annotated[Sequence[TensorRow], LIVE] = facts.field(repr=False)
+    sizes: Annotated[list[int], LIVE] = facts.field(repr=False)
+    tied: Annotated[dict[int, int], LIVE] = facts.field(repr=False)
     elements: int
     bytes: Bytes
     dtypes: tuple[str, ...]

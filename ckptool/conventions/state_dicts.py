@@ -67,7 +67,7 @@ _PARAMETER_NAMES = frozenset(
 _STATISTICS = frozenset("mean var std running_mean running_var running_std count num_batches_tracked".split())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StateDict:
     """A part of a checkpoint and its kind. `detail`: more about it, for people (`Adam state for 12 parameters`).
 
@@ -110,6 +110,9 @@ class StateDict:
 
     def __str__(self) -> str:
         return f"{printable(self.address) or 'the whole file'} ({self.detail or self.kind})"
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
 
 
 def is_unset(roots: Sequence[StateDict], path: Path, shape: Any, nans: int) -> bool:
