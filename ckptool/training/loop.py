@@ -24,7 +24,7 @@ from ckptool.training.config import Config
 from ckptool.training.data import Batch
 from ckptool.training.extensions import numbers
 from ckptool.training.hooks import Hooks
-from ckptool.training.optim import clip_gradients
+from ckptool.training.optim import clip_gradients, parameters_of
 from ckptool.training.parallel import unsynchronised
 from ckptool.training.rng import seed_all
 from ckptool.training.tasks import Phase
@@ -197,7 +197,7 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
             scaled = scaler.scale(scaled) if scaler is not None else scaled
             call_user_code(torch.autograd.backward, "task", task, scaled)
         losses.append((loss.detach(), batch.size))
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
     if scaler is not None and gradients:
         scaler.unscale_(optimizer)
     hooks.call("after_backward", trainer, phase.model)
