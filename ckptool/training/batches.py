@@ -175,11 +175,9 @@ def _epoch_iterator(loader: Any, position: Position) -> Iterator[Any]:
         try:
             loader.load_state_dict(position.loader_state)
         except (AssertionError, KeyError, ValueError) as error:
-            raise Conflict(
-                f"the loader cannot load its saved state: {str(error) or type(error).__name__}",
-                "StatefulDataLoader resumes only with the number of workers that it was saved with.",
-                "Use the same num_workers",
-            ) from error
+            what = f"the loader cannot load its saved state: {str(error) or type(error).__name__}"
+            why = "StatefulDataLoader resumes only with the number of workers that it was saved with."
+            raise Conflict(what, why, "Use the same num_workers") from error
     position.loader_state = None
     return _spared(loader, lambda data: iter(data() if callable(data) and not hasattr(data, "__iter__") else data))
 

@@ -98,11 +98,9 @@ def checked(values: Any, path: str, lines: Mapping[Place, int] | None = None, ch
         line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), 0)
         numbered.append((line, f"{path}{f':{line}' if line else ''}: {words}"))
     sentences = [sentence for _, sentence in sorted(numbered, key=lambda entry: entry[0])]
-    raise UsageError(
-        sentences[0] if len(sentences) == 1 else f"{path}: {counted(len(sentences), 'problem')}",
-        TextLines(*(sentences if len(sentences) > 1 else ()), "Nothing was started."),
-        "All keys with what they mean: ckptool train --init",
-    )
+    what = sentences[0] if len(sentences) == 1 else f"{path}: {counted(len(sentences), 'problem')}"
+    why = TextLines(*(sentences if len(sentences) > 1 else ()), "Nothing was started.")
+    raise UsageError(what, why, "All keys with what they mean: ckptool train --init")
 
 
 def _meant(place: Place, values: dict[str, Any]) -> str:

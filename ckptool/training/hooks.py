@@ -182,11 +182,9 @@ class Board:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise MissingExtra(
-                "log.tensorboard needs the package tensorboard, which is not installed",
-                "Nothing was trained. metrics.jsonl holds the same numbers.",
-                f"pip install tensorboard; or turn it off: {arg(set='log.tensorboard=false')}",
-            ) from error
+            what = "log.tensorboard needs the package tensorboard, which is not installed"
+            fix = f"pip install tensorboard; or turn it off: {arg(set='log.tensorboard=false')}"
+            raise MissingExtra(what, "Nothing was trained. metrics.jsonl holds the same numbers.", fix) from error
         writer: Any = SummaryWriter
         self.writer = writer(os.path.join(folder, "tensorboard"), purge_step=step + 1)
 

@@ -108,11 +108,9 @@ def remember(trainer: Trainer, metrics: dict[str, float]) -> None:
         return  # nothing is held out
     if settings.metric not in metrics:
         close = get_close_matches(settings.metric, metrics, 1, 0)
-        raise UsageError(
-            f"eval.metric is {settings.metric}, which the task does not give",
-            f"It gives: {', '.join(metrics)}." if metrics else "No data is held out to evaluate on.",
-            arg(set=f"eval.metric={close[0]}" if close else "stop.patience=null"),
-        )
+        what = f"eval.metric is {settings.metric}, which the task does not give"
+        why = f"It gives: {', '.join(metrics)}." if metrics else "No data is held out to evaluate on."
+        raise UsageError(what, why, arg(set=f"eval.metric={close[0]}" if close else "stop.patience=null"))
     if trainer.step % trainer.eval_every:
         return
     value = metrics[settings.metric]
@@ -184,11 +182,8 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
             form = (
                 f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else with_article(type(loss).__name__)
             )
-            raise UsageError(
-                f"task: the loss of {task} is {form}, not a tensor of one element",
-                "Gradients are computed from it.",
-                "Return the mean over the batch.",
-            )
+            what = f"task: the loss of {task} is {form}, not a tensor of one element"
+            raise UsageError(what, "Gradients are computed from it.", "Return the mean over the batch.")
         loss = loss.reshape(())
         # Weighted by samples, so that a last, partial window counts as what it is; processes are averaged.
         weight = batch.size * world.size / count
@@ -219,11 +214,9 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
         if stepped:
             trainer.task.stepped.add(phase.model)
     elif config.train.on_nonfinite == "stop":
-        raise NotFinite(
-            f"the loss or a gradient of step {trainer.step + 1} is not finite (loss {value})",
-            "The run stopped there; its checkpoints are unchanged.",
-            f"Skip such steps: {arg(set='train.on_nonfinite=skip')}; or clip gradients, or lower the learning rate.",
-        )
+        what = f"the loss or a gradient of step {trainer.step + 1} is not finite (loss {value})"
+        fix = f"Skip such steps: {arg(set='train.on_nonfinite=skip')}; or clip gradients, or lower the learning rate."
+        raise NotFinite(what, "The run stopped there; its checkpoints are unchanged.", fix)
     elif scaler is not None and gradients:
         scaler.update()  # ends its record of this step's gradients
     return value

@@ -257,11 +257,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], wher
     """
     saved_groups = [list(group.get("param_names", ())) for group in saved.get("param_groups", ())]
     if list(map(sorted, names)) != list(map(sorted, saved_groups)):
-        raise Conflict(
-            f"{where}: the optimizer has the groups {_shown(names)}, the checkpoint {_shown(saved_groups)}",
-            "The state of one parameter would be given to another.",
-            "Give the optimizer these groups before its state is loaded",
-        )
+        what = f"{where}: the optimizer has the groups {_shown(names)}, the checkpoint {_shown(saved_groups)}"
+        why = "The state of one parameter would be given to another."
+        raise Conflict(what, why, "Give the optimizer these groups before its state is loaded")
     parameters = parameters_of(optimizer)
     indices, saved_names = {name: position for position, name in enumerate(chain(*names))}, list(chain(*saved_groups))
     state: dict[Any, Any] = {}

@@ -284,11 +284,8 @@ class Run:
         self._take(tree, where)
         ranks = tree["rng_state"]["ranks"]
         if tree["rng_state"]["seed"] != self._seed:
-            raise Conflict(
-                f"{where} was saved with seed={tree['rng_state']['seed']!r}, the script has seed={self._seed!r}",
-                "The run would continue with different random numbers.",
-                "Use the same seed",
-            )
+            what = f"{where} was saved with seed={tree['rng_state']['seed']!r}, the script has seed={self._seed!r}"
+            raise Conflict(what, "The run would continue with different random numbers.", "Use the same seed")
         if len(ranks) != self.world.size:
             change = f"saved by {counted(len(ranks), 'process', 'processes')}, resumed by {self.world.size:,}"
             why = "random states do not carry over, so results differ: ckptool.Run(…, seed=7) derives them"
@@ -349,17 +346,13 @@ class Run:
         length = {kind: count for kind, count in (("steps", steps), ("epochs", epochs)) if count is not None}
         if len(length) != (not nested):
             takes = "neither steps nor epochs inside run.epochs" if nested else "exactly one of steps and epochs"
-            raise UsageError(
-                f"run.batches takes {takes}",
-                "",
-                "run.batches(loader, steps=10_000); or inside `for epoch in run.epochs(4)`: run.batches(loader)",
-            )
+            what = f"run.batches takes {takes}"
+            fix = "run.batches(loader, steps=10_000); or inside `for epoch in run.epochs(4)`: run.batches(loader)"
+            raise UsageError(what, "", fix)
         if hasattr(loader, "__next__"):
-            raise UsageError(
-                f"run.batches was given {type(loader).__name__}, an iterator, which ends with its first epoch",
-                "It cannot start over, neither for the next epoch nor to resume.",
-                "Give the loader itself, or a function that returns an iterator: run.batches(lambda: zip(a, b))",
-            )
+            what = f"run.batches was given {type(loader).__name__}, an iterator, which ends with its first epoch"
+            fix = "Give the loader itself, or a function that returns an iterator: run.batches(lambda: zip(a, b))"
+            raise UsageError(what, "It cannot start over, neither for the next epoch nor to resume.", fix)
         self.position.loader = loader
         if nested:
             return self._tracked(self._one_epoch(self._epoch_of(loader), {}))
@@ -480,11 +473,9 @@ class Run:
     def _looping(self, name: str) -> Iterator[None]:
         """A loop from its beginning, or where the checkpoint left off, to its end."""
         if self._loop:
-            raise UsageError(
-                f"{name} was called inside {self._loop}",
-                "Steps of nested loops cannot be distinguished.",
-                "Nest like this: for epoch in run.epochs(4): for step, batch in run.batches(loader): …",
-            )
+            what = f"{name} was called inside {self._loop}"
+            fix = "Nest like this: for epoch in run.epochs(4): for step, batch in run.batches(loader): …"
+            raise UsageError(what, "Steps of nested loops cannot be distinguished.", fix)
         self._begin_resumed(nested=name == "run.epochs")
         self._loop, first, self._raised = name, self.step, False
         try:
@@ -647,11 +638,9 @@ class Run:
         if self._closed or (self.folder.lock is not None and self.folder.lock.fd < 0):
             raise UsageError("the run is closed", "It has released its lock.", "Create a new ckptool.Run")
         if averaged := self.objects.averaging_optimizer():
-            raise UsageError(
-                f"{averaged} is in evaluation mode",
-                "Its weights are the averages now; training cannot continue from those.",
-                f"Call {averaged}.train() before the step ends",
-            )
+            what = f"{averaged} is in evaluation mode"
+            why = "Its weights are the averages now; training cannot continue from those."
+            raise UsageError(what, why, f"Call {averaged}.train() before the step ends")
         self._measure()
         first = self._saver.step is None
         facts = {**self._facts(point), **(facts or {})}

@@ -151,11 +151,9 @@ def _refuse_run(folder: str, elsewhere: str | Command) -> None:
     if not checkpoints_in(folder):
         return
     if is_run(folder):
-        raise Conflict(
-            f"{folder} is a run already",
-            "It was left as it is.",
-            f"Resume it: {command('resume', folder)}; or name another folder: {elsewhere}",
-        )
+        what = f"{folder} is a run already"
+        why = "It was left as it is."
+        raise Conflict(what, why, f"Resume it: {command('resume', folder)}; or name another folder: {elsewhere}")
     raise _without_config(folder, elsewhere)
 
 
@@ -238,11 +236,9 @@ class Lock:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         holder = os.pread(self.fd, 300, 0).decode("utf-8", "replace").strip()
-                        raise Conflict(
-                            f"{folder} is being written by another process ({holder or 'unknown'})",
-                            "Two trainers in one run would mix their checkpoints.",
-                            f"Wait for it, stop it, or name another folder: {elsewhere}",
-                        ) from None
+                        what = f"{folder} is being written by another process ({holder or 'unknown'})"
+                        fix = f"Wait for it, stop it, or name another folder: {elsewhere}"
+                        raise Conflict(what, "Two trainers in one run would mix their checkpoints.", fix) from None
                     time.sleep(0.05)
             content = os.pread(self.fd, 300, 0)
             if not existed or _HOLDER.fullmatch(content):  # else it is not ours: a lock works without a name in it

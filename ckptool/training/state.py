@@ -144,25 +144,19 @@ class Objects:
         saved |= set(tree.get("generators", ()))
         names = {*self.named, *self.generators}
         if missing := sorted(saved - names):
-            raise Conflict(
-                f"{where} holds the state of {listed(missing)}, which this script does not pass",
-                "Without it this would be a different run.",
-                f"Give it under that name: ckptool.Run(…, {missing[0]}=…)",
-            )
+            what = f"{where} holds the state of {listed(missing)}, which this script does not pass"
+            why = "Without it this would be a different run."
+            raise Conflict(what, why, f"Give it under that name: ckptool.Run(…, {missing[0]}=…)")
         if new := sorted(names - saved):
-            raise Conflict(
-                f"{where} holds no state of {listed(new)}",
-                "It would start from scratch in the middle of the run.",
-                "Start a new run with it, or leave it out of this one.",
-            )
+            what = f"{where} holds no state of {listed(new)}"
+            why = "It would start from scratch in the middle of the run."
+            raise Conflict(what, why, "Start a new run with it, or leave it out of this one.")
         kinds = self._kinds()
         if changed := [(name, kind) for name, kind in tree.get("kinds", {}).items() if kinds.get(name, kind) != kind]:
             name, kind = changed[0]
-            raise Conflict(
-                f"{where} holds the state of {name} ({kind}); the script gives {kinds[name]}",
-                "It might load the state, but train like neither of them.",
-                f"Give {kind}, or start a new run",
-            )
+            what = f"{where} holds the state of {name} ({kind}); the script gives {kinds[name]}"
+            why = "It might load the state, but train like neither of them."
+            raise Conflict(what, why, f"Give {kind}, or start a new run")
 
     def restore(self, tree: Mapping[str, Any], where: str) -> None:
         """Loads the objects' states: modules, then optimizers, then all others, as schedules change learning rates.
@@ -298,11 +292,9 @@ def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: s
     for key, value in state.items():
         current = live.get(key)
         if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and value.dtype != current.dtype:
-            raise Conflict(
-                f"{where} was saved with {key} as {value.dtype}; the script's is {current.dtype}",
-                "Loading would round its values.",
-                "Give the model in the dtype that it was trained in, or start a new run from its weights",
-            )
+            what = f"{where} was saved with {key} as {value.dtype}; the script's is {current.dtype}"
+            fix = "Give the model in the dtype that it was trained in, or start a new run from its weights"
+            raise Conflict(what, "Loading would round its values.", fix)
 
 
 class Window:

@@ -501,11 +501,9 @@ def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | No
         trainer.step = saved.step
         metrics = measured(trainer, on=on)
     if not metrics:
-        raise UsageError(
-            "there is nothing to evaluate on",
-            "No data is held out, and there is no validation set.",
-            f"Name one: {arg(set=['data.val.name=file.py:NAME', 'data.val_fraction=0'])}",
-        )
+        what = "there is nothing to evaluate on"
+        why = "No data is held out, and there is no validation set."
+        raise UsageError(what, why, f"Name one: {arg(set=['data.val.name=file.py:NAME', 'data.val_fraction=0'])}")
     return Evaluated(folder, saved.step, chosen, on, config.eval.ema, metrics)
 
 
