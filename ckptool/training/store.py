@@ -468,9 +468,7 @@ class RunFolder:
             if not is_ours or (os.path.isdir(path) and not path.endswith(".dcp")):
                 foreign.append(os.path.basename(path))
         if foreign:
-            what = f"{self.checkpoints} holds {listed(foreign, 3)}, which this run did not write"
-            why = "A checkpoint of this run would overwrite it. Nothing was changed."
-            raise Conflict(what, why, f"Move such files away, or start the run in another folder: {self.elsewhere}")
+            raise not_ours(self.checkpoints, foreign, self.elsewhere)
 
     def claim(self, name: str) -> None:
         """Notes another file that the run writes. Raises `Conflict` if it exists and the history does not name it."""
@@ -513,7 +511,7 @@ def not_ours(folder: str, names: Sequence[str], elsewhere: str | Command) -> Con
     """The error for files with the names of a run's files that the run did not write."""
     them = "them" if len(names) > 1 else "it"
     return Conflict(
-        f"{folder} holds {listed(names)}, which this run did not write",
+        f"{folder} holds {listed(names, 3)}, which this run did not write",
         f"It would overwrite {them}. Nothing was changed.",
         f"Give the run a folder of its own: {elsewhere}; or move {them} away",
     )

@@ -369,15 +369,9 @@ class TrainerRun(Run):
         facts = sidecar.get("environment")
         before, now = facts if isinstance(facts, dict) else {}, environment(trainer.world.size, trainer.world.device)
         keys = [key for key in ("torch", "device", "threads", "world") if before.get(key) not in (None, now[key])]
-        if keys:
-            crossed = ", ".join(f"{key} {before[key]} → {now[key]}" for key in keys)
-            self.say(
-                f"resumed from step {trainer.step} in a different environment ({crossed}): "
-                "results may differ in the last bits"
-            )
         self._changed = differences(sidecar.get("fingerprint"), self.fingerprint)
-        if self._changed:
-            self.say(f"resumed from step {trainer.step}, but {'; '.join(self._changed)}: the result may differ")
+        if changed := [*(f"{key} {before[key]} → {now[key]}" for key in keys), *self._changed]:
+            self.say(f"resumed from step {trainer.step}, but {'; '.join(changed)}: the result may differ")
 
     def _note_begin(self, **facts: Any) -> None:
         folder, trainer, config = self.folder, self.trainer, self.trainer.config
