@@ -53,7 +53,7 @@ def restore(state: State, generators: Mapping[str, Any]) -> None:
             if isinstance(generator, torch.Generator):
                 generator.set_state(state_of)
             elif isinstance(generator, random.Random):
-                generator.setstate(_as_tuples(state_of))
+                generator.setstate(state_of)
             elif hasattr(generator, "set_state"):
                 generator.set_state(_arrays(state_of))
             else:
@@ -106,10 +106,6 @@ def _arrays(value: Any) -> Any:
         kind = numpy.uint32 if value.keys() >= {"key", "pos"} else numpy.uint64
         return {key: numpy.array(v, kind) if isinstance(v, list) else _arrays(v) for key, v in value.items()}
     return value
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 # A seed and a place ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -281,13 +281,10 @@ def start(
         name_culprits(),
         deterministic(config.deterministic),
         stopping(config.stop.signals, Stopping(config.stop.after)) as stop,
+        closing(_opened(config, exists and resume != "never", assignments, world)) as folder,
     ):
-        folder = _opened(config, exists and resume != "never", assignments, world)
-        try:
-            say = say if say and world.is_first else lambda text: None
-            return _trained(config, folder, world, stop, progress, say)
-        finally:
-            folder.close()
+        say = say if say and world.is_first else lambda text: None
+        return _trained(config, folder, world, stop, progress, say)
 
 
 def _trained(
