@@ -27,6 +27,7 @@ from ckptool.training.hooks import Hooks
 from ckptool.training.optim import clip_gradients, parameters_of
 from ckptool.training.parallel import unsynchronised
 from ckptool.training.rng import seed_all
+from ckptool.training.state import evaluation_mode
 from ckptool.training.tasks import Phase
 
 if TYPE_CHECKING:
@@ -272,7 +273,7 @@ def measured(
     metrics: Any = {}
     with closing(trainer.data.validation(world.device, trainer.epoch, on)) as samples:
         seed_all(world.device, config.seed, "eval", trainer.step)
-        with _evaluating(trainer), torch.no_grad(), autocast(config, world.device), suppress(_Stopped):
+        with _evaluating(trainer), autocast(config, world.device), suppress(_Stopped):
             metrics = call_user_code(trainer.task.evaluate, "task", config.task, trainer.models, batches(samples))
     if world.any_rank(stopped):
         return None
@@ -281,20 +282,11 @@ def measured(
 
 @contextmanager
 def _evaluating(trainer: Trainer) -> Iterator[None]:
-    """Puts models into evaluation mode, with `eval.ema` on the averages of their weights; restores both afterwards."""
-    modes = [(module, module.training) for model in trainer.models.values() for module in model.modules()]
-    for model in trainer.models.values():
-        model.eval()
-    with ExitStack() as averaged:
-        try:
-            for average in trainer.averages.values() if trainer.config.eval.ema else ():
-                averaged.enter_context(average.in_place())
-            yield
-        finally:
-            for model in trainer.models.values():
-                model.train()
-            for module, mode in modes:
-                module.training = mode
+    """Models in evaluation mode, without gradients, with `eval.ema` on the averages of their weights."""
+    with evaluation_mode(trainer.models.values()), ExitStack() as averaged:
+        for average in trainer.averages.values() if trainer.config.eval.ema else ():
+            averaged.enter_context(average.in_place())
+        yield
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:

@@ -28,7 +28,7 @@ from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
 from ckptool.training.saving import Saver, checked_rules, loaded, moved, number, refuse_not_plain, state_digest, to_cpu
 from ckptool.training.seen import Looks
-from ckptool.training.state import SUFFIX, Objects, Window, ranks_with_own, with_own
+from ckptool.training.state import SUFFIX, Objects, Window, evaluation_mode, ranks_with_own, with_own
 from ckptool.training.stopping import SIGNALS, Stopping, counters_around, left_by_break, loop_frame, stopping
 from ckptool.training.store import LOGGED, Retention, RunFolder, SavedState
 
@@ -720,16 +720,8 @@ class Run:
 
         So an evaluation has no effect on training, however often it is done.
         """
-        parts = [part for module in modules or self.objects.modules.values() for part in module.modules()]
-        modes = [(part, part.training) for part in parts]
-        with rng.forked(self._generators()), torch.no_grad():
-            for part in parts:
-                part.training = False
-            try:
-                yield
-            finally:
-                for part, mode in modes:
-                    part.training = mode
+        with rng.forked(self._generators()), evaluation_mode(modules or self.objects.modules.values()):
+            yield
 
 
 def finish_left(run: weakref.ref[Run], saver: Saver, say: Callable[[str], Any]) -> None:

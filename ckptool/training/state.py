@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -253,6 +253,22 @@ class Objects:
             name: [{k: v for k, v in group.items() if not k.startswith("_") and type(v) in plain} for group in each]
             for name, each in groups.items()
         }
+
+
+@contextmanager
+def evaluation_mode(modules: Collection[nn.Module]) -> Iterator[None]:
+    """Evaluation mode without gradients; restores the modes of modules and of all their parts afterwards."""
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    for module in modules:
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in modules:
+            module.train()  # by its own code, which may have done more than set a mode
+        for part, mode in modes:
+            part.training = mode
 
 
 def ranks_with_own(
