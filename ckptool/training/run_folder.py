@@ -25,11 +25,12 @@ import yaml
 
 from ckptool import __version__
 from ckptool.checkpoint.files import open_regular, read_small_text
-from ckptool.checkpoint.paths import file_problem, is_url, refused_place
+from ckptool.checkpoint.paths import is_url, refused_place
 from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, UsageError
 from ckptool.formats import PathLike
 from ckptool.output import make_folder, sweep_folder
+from ckptool.output.durable import write_problems
 from ckptool.training import CHANGED, CONFIG, HISTORY, LOOP, METRICS
 from ckptool.training import is_run as seems_run
 from ckptool.training.reports import GOOD, RunCheckpoint, RunReport
@@ -222,10 +223,8 @@ class Lock:
     def __init__(self, folder: str, elsewhere: str | Command = OTHER_RUN) -> None:
         path = os.path.join(folder, "lock")
         existed = os.path.lexists(path)
-        try:
+        with write_problems(path):
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-        except OSError as error:
-            raise file_problem(error, path, "write") from error
         _HELD.add(self)
         deadline = time.monotonic() + PATIENCE
         try:
