@@ -64,7 +64,8 @@ class Saver:
             self.world.each(lambda: self._commit(step, tree, facts) if writes else None)
         elif writes:
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ckptool-save")
-            self._writing = thread.submit(self._commit, step, tree, facts)
+            # The copy is its own alone, and so gone before the next one is made.
+            self._writing = thread.submit(lambda: self._commit(step, moved.pop(), facts))
             thread.shutdown(wait=False)  # it ends with its work: loaders fork
         self.step, self._saved_at = step, time.monotonic()
 
