@@ -121,7 +121,7 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
             if close := difflib.get_close_matches(os.fsdecode(os.path.basename(path)), names, 1, 0.75):
                 why = f"{why[:-1]}; did you mean {close[0]}?"
             fix = f"Look at what is there: {other_program('ls', os.fsdecode(folder))}"
-        elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+        elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and not name.endswith(_INNER_SUFFIXES):
             fix = f"If it is a model on the Hugging Face hub: {command('inspect', f'hf://{name}')}"
     return kind(f"cannot {doing} {name}: {reason}", why, fix).about(number, path)
 

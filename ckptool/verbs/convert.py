@@ -259,7 +259,6 @@ def _to_pickle(
         what = f"a {part.container}, without its code" if weights_only else f"a {root.detail}, without its class"
         summary = f"the {counted(len(keys), 'tensor')} of {what}"
     else:
-        place = f" of {root.address}" if root.address else ""
-        summary = f"{len(keys):,} of {counted(len(root.node), 'key')}{place}"
+        summary = f"{len(keys):,} of {counted(len(root.node), 'key')}" + (f" of {root.address}" if root.address else "")
     tree = same_kind(root.node, {key: value for key, value in root.node.items() if key in keys})
     return replace(part, tree=tree, extras={}), summary, behind, ()

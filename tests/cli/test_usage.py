@@ -96,6 +96,12 @@ def test_what_cannot_be_read_or_written_is_said(
     assert sorted(files.rglob("*")) == there
 
 
+def test_a_name_that_may_be_of_a_hub_is_offered_as_one_but_for_a_file(files: Path, run: Run) -> None:
+    for name, is_of_hub in (("org/model", True), ("org/model-1.5", True), ("runs/a.pt", False), ("a/b.ckpt", False)):
+        ran = run("inspect", name)
+        assert ran.code == 2 and (f"ckptool inspect hf://{name}" in ran.err) == is_of_hub, ran
+
+
 @pytest.mark.parametrize("verb", ["convert", "strip-module", "cast --dtype bf16"])
 def test_an_output_that_is_given_as_to_cp_is_named_in_the_error(verb: str, files: Path, run: Run) -> None:
     name, *options = verb.split()
