@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from difflib import get_close_matches
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -273,20 +273,14 @@ def measured(
     metrics: Any = {}
     with closing(trainer.data.validation(world.device, trainer.epoch, on)) as samples:
         seed_all(world.device, config.seed, "eval", trainer.step)
-        with _evaluating(trainer), autocast(config, world.device), suppress(_Stopped):
+        models = trainer.models.values()
+        with evaluation_mode(models), autocast(config, world.device), ExitStack() as averaged, suppress(_Stopped):
+            for average in trainer.averages.values() if config.eval.ema else ():
+                averaged.enter_context(average.in_place())
             metrics = call_user_code(trainer.task.evaluate, "task", config.task, trainer.models, batches(samples))
     if world.any_rank(stopped):
         return None
     return world.broadcast(numbers(metrics, "task", f"evaluate of {config.task}"))  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _evaluating(trainer: Trainer) -> Iterator[None]:
-    """Models in evaluation mode, without gradients, with `eval.ema` on the averages of their weights."""
-    with evaluation_mode(trainer.models.values()), ExitStack() as averaged:
-        for average in trainer.averages.values() if trainer.config.eval.ema else ():
-            averaged.enter_context(average.in_place())
-        yield
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:

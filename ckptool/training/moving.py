@@ -209,7 +209,8 @@ def _generator_state(value: Any) -> bytes | None:
     """The state of a generator; empty for global ones and the system's. None for other objects."""
     if random.Random in type(value).__mro__:
         shared = random.SystemRandom in type(value).__mro__ or value is getattr(random, "_inst", None)
-        return b"" if shared else _python_bytes(random.Random.getstate(value))
+        version, numbers, *gauss = random.Random.getstate(value)  # for whose 625 numbers `repr` takes ten times as long
+        return b"" if shared else array("Q", numbers).tobytes() + repr((version, gauss)).encode()
     if _is(value, "torch", "Generator"):
         torch = sys.modules["torch"]
         shared = any(value is generator for generator in (torch.default_generator, *torch.cuda.default_generators))
@@ -222,12 +223,6 @@ def _generator_state(value: Any) -> bytes | None:
         shared = value is getattr(sys.modules["numpy"].random.get_state, "__self__", None)
         return b"" if shared else _state_bytes(value.get_state(legacy=False))
     return None
-
-
-def _python_bytes(state: tuple[Any, ...]) -> bytes:
-    """The bytes of a `random.getstate()`: 625 numbers, for which `repr` takes ten times as long."""
-    version, numbers, *gauss = state
-    return array("Q", numbers).tobytes() + repr((version, gauss)).encode()
 
 
 def _state_bytes(state: Any) -> bytes:
