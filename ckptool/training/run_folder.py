@@ -25,11 +25,12 @@ import yaml
 
 from ckptool import __version__
 from ckptool.checkpoint.files import open_regular, read_small_text
-from ckptool.checkpoint.paths import file_problem, is_url, refused_place
+from ckptool.checkpoint.paths import is_url, refused_place
 from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, UsageError
 from ckptool.formats import PathLike
 from ckptool.output import make_folder, sweep_folder
+from ckptool.output.durable import write_problems
 from ckptool.training import CHANGED, CONFIG, HISTORY, LOOP, METRICS
 from ckptool.training import is_run as seems_run
 from ckptool.training.reports import GOOD, RunCheckpoint, RunReport
@@ -151,11 +152,9 @@ def _refuse_run(folder: str, elsewhere: str | Command) -> None:
     if not checkpoints_in(folder):
         return
     if is_run(folder):
-        raise Conflict(
-            f"{folder} is a run already",
-            "It was left as it is.",
-            f"Resume it: {command('resume', folder)}; or name another folder: {elsewhere}",
-        )
+        what = f"{folder} is a run already"
+        why = "It was left as it is."
+        raise Conflict(what, why, f"Resume it: {command('resume', folder)}; or name another folder: {elsewhere}")
     raise _without_config(folder, elsewhere)
 
 
@@ -224,10 +223,8 @@ class Lock:
     def __init__(self, folder: str, elsewhere: str | Command = OTHER_RUN) -> None:
         path = os.path.join(folder, "lock")
         existed = os.path.lexists(path)
-        try:
+        with write_problems(path):
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-        except OSError as error:
-            raise file_problem(error, path, "write") from error
         _HELD.add(self)
         deadline = time.monotonic() + PATIENCE
         try:
@@ -238,11 +235,9 @@ class Lock:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         holder = os.pread(self.fd, 300, 0).decode("utf-8", "replace").strip()
-                        raise Conflict(
-                            f"{folder} is being written by another process ({holder or 'unknown'})",
-                            "Two trainers in one run would mix their checkpoints.",
-                            f"Wait for it, stop it, or name another folder: {elsewhere}",
-                        ) from None
+                        what = f"{folder} is being written by another process ({holder or 'unknown'})"
+                        fix = f"Wait for it, stop it, or name another folder: {elsewhere}"
+                        raise Conflict(what, "Two trainers in one run would mix their checkpoints.", fix) from None
                     time.sleep(0.05)
             content = os.pread(self.fd, 300, 0)
             if not existed or _HOLDER.fullmatch(content):  # else it is not ours: a lock works without a name in it

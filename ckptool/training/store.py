@@ -166,11 +166,9 @@ def newest_whole(
             say(f"skipped: {error.within(saved.path).what}")
             note("skip-damaged", step=saved.step, path=saved.path, why=error.what)
     if checkpoints:
-        raise NoneValid(
-            f"{folder} holds {counted(len(checkpoints), 'checkpoint')}, and none of them is whole",
-            "Nothing was deleted, and no training was started over.",
-            f"See what is wrong with them: {command('scan', folder)}",
-        )
+        what = f"{folder} holds {counted(len(checkpoints), 'checkpoint')}, and none of them is whole"
+        why = "Nothing was deleted, and no training was started over."
+        raise NoneValid(what, why, f"See what is wrong with them: {command('scan', folder)}")
     return None
 
 
@@ -428,11 +426,9 @@ class RunFolder:
         """
         newest = newest_whole(self.checkpoints, self.all(), say, verify, self.note)
         if newest is None and checkpoints_in(self.folder):
-            raise Conflict(
-                f"{self.folder} holds checkpoints, and none of them belongs to this run",
-                "They belong to the run whose run.yaml was here before. They were left as they are.",
-                f"Put that run.yaml back, or start this run in another folder: {self.elsewhere}",
-            )
+            what = f"{self.folder} holds checkpoints, and none of them belongs to this run"
+            why = "They belong to the run whose run.yaml was here before. They were left as they are."
+            raise Conflict(what, why, f"Put that run.yaml back, or start this run in another folder: {self.elsewhere}")
         if newest is None and any(fact.get("event") == "save" for fact in self.history.read()):
             say(f"{printable(self.folder)} has lost all its checkpoints: it begins again at step 0")
         return newest
@@ -472,11 +468,7 @@ class RunFolder:
             if not is_ours or (os.path.isdir(path) and not path.endswith(".dcp")):
                 foreign.append(os.path.basename(path))
         if foreign:
-            raise Conflict(
-                f"{self.checkpoints} holds {listed(foreign, 3)}, which this run did not write",
-                "A checkpoint of this run would overwrite it. Nothing was changed.",
-                f"Move such files away, or start the run in another folder: {self.elsewhere}",
-            )
+            raise not_ours(self.checkpoints, foreign, self.elsewhere)
 
     def claim(self, name: str) -> None:
         """Notes another file that the run writes. Raises `Conflict` if it exists and the history does not name it."""
@@ -519,7 +511,7 @@ def not_ours(folder: str, names: Sequence[str], elsewhere: str | Command) -> Con
     """The error for files with the names of a run's files that the run did not write."""
     them = "them" if len(names) > 1 else "it"
     return Conflict(
-        f"{folder} holds {listed(names)}, which this run did not write",
+        f"{folder} holds {listed(names, 3)}, which this run did not write",
         f"It would overwrite {them}. Nothing was changed.",
         f"Give the run a folder of its own: {elsewhere}; or move {them} away",
     )
