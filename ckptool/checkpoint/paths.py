@@ -126,6 +126,26 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
     return kind(f"cannot {doing} {name}: {reason}", why, fix).about(number, path)
 
 
+_DASHES, _QUOTES = "‐‑‒–—―−﹣－", "‘‚“„«"
+
+
+def refuse_typography(words: Sequence[str]) -> None:
+    """Raises `UsageError` for a typed word that begins with a dash or quotation mark that no shell knows as one, unless
+    there is such a file. Word processors, chats and web pages make them of `--` and `"`."""
+    for word in (word for word in words if word[:1] and word[0] in _DASHES + _QUOTES):
+        if os.path.lexists(word.partition("#")[0]):
+            continue
+        rest = word.lstrip(f"{_DASHES}-")
+        if word[0] in _DASHES and rest:
+            what = f"{word} begins with a dash that is no hyphen"
+            fix = f"Type {'-' * min(len(rest), 2)}{rest}"
+            raise UsageError(what, "Word processors, chats and web pages put it in the place of hyphens.", fix)
+        if word[0] in _QUOTES and words[0] not in ("explain", "doctor"):  # whose messages may begin with one
+            what = f"{word} begins with a quotation mark that no shell knows"
+            why = "Word processors, chats and web pages put it in the place of ' and \"; a shell takes it for a letter."
+            raise UsageError(what, why, "Type ' or \" around it.")
+
+
 @contextmanager
 def temporary_files() -> Iterator[None]:
     """Raises `FileProblem` in place of the system's error where there is no folder for temporary files, or no room in
