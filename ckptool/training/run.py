@@ -32,7 +32,6 @@ from ckptool.training.state import SUFFIX, Objects, Window, evaluation_mode, ran
 from ckptool.training.stopping import SIGNALS, Stopping, counters_around, left_by_break, loop_frame, stopping
 from ckptool.training.store import LOGGED, Retention, RunFolder, SavedState
 
-ELSEWHERE = "ckptool.Run('OTHER', …)"
 _OPEN: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
 
 
@@ -128,13 +127,7 @@ class Run:
         try:
             newest = self.world.first(lambda: self.folder.newest_valid(verify, self.say))
             self.resumed, self._logged = newest is not None, 0 if newest is None else newest.sidecar.get(LOGGED)
-            self._saver = Saver(
-                self.folder,
-                self.world,
-                background=save_async,
-                step=newest.step if newest else None,
-                resume="run the script again: it resumes by itself",
-            )
+            self._saver = Saver(self.folder, self.world, save_async, newest.step if newest else None)
             if newest is not None:
                 steps = self.world.first(lambda: [s.step for s in self.folder.all() if not s.is_stop])
                 self._counted = max((step for step in steps if step <= newest.step), default=None)
@@ -270,7 +263,8 @@ class Run:
         where = saved.path
         tree = loaded(where, self.objects.in_parts)
         if "rng_state" not in tree or "ranks" not in tree["rng_state"]:
-            raise Conflict(f"{where} was not saved by ckptool.Run", "", f"Start in another folder: {ELSEWHERE}")
+            fix = f"Start in another folder: {self.folder.elsewhere}"
+            raise Conflict(f"{where} was not saved by ckptool.Run", "", fix)
         self.objects.refuse_others(tree, where)
         for name, groups in self._options.items():  # which loading the states overwrites
             for index, (before, now) in enumerate(zip(tree["options"].get(name, ()), groups, strict=False)):
@@ -766,4 +760,4 @@ def _opened(folder: str, rules: Retention, world: World) -> RunFolder:
         "eval": {"metric": rules.metric, "mode": rules.mode},
     }
     goes_on = world.first(lambda: run_folder.is_run(folder))
-    return run_folder.opened(folder, settings, rules, world, goes_on=goes_on, elsewhere=ELSEWHERE)
+    return run_folder.opened(folder, settings, rules, world, goes_on=goes_on)

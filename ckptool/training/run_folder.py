@@ -50,13 +50,13 @@ def to_stderr(text: str) -> None:
     sys.stderr.write(f"ckptool: {text}\n")
 
 
-def create(
-    folder: str, settings: dict[str, Any], retention: Retention, elsewhere: str | Command = OTHER_RUN
-) -> RunFolder:
+def create(folder: str, settings: dict[str, Any], retention: Retention) -> RunFolder:
     """A new run in its folder; one that was begun there and never saved begins again. settings: recorded in run.yaml.
 
     Raises `Conflict` where there is one already, or files that no run wrote, `FileProblem` where it cannot be made.
     """
+    run = RunFolder(folder, secrets.token_hex(16), retention, by_script=LOOP in settings)
+    elsewhere = run.elsewhere
     if os.path.lexists(folder) and not os.path.isdir(folder):
         what = f"cannot make the run {folder}: it is a file"
         raise FileProblem(what, "A run is a folder.", f"Name another: {elsewhere}")
@@ -65,52 +65,44 @@ def create(
     names, text = [name for name in (METRICS, HISTORY, CONFIG) if os.path.lexists(os.path.join(folder, name))], ""
     with suppress(CkptoolError):
         text = read_small_text(os.path.join(folder, CONFIG), "a configuration", MAX_CONFIG) if names else ""
-    run_id = secrets.token_hex(16)
     if (match := _ID.search(text)) and _signed(match[1], values_of(text)) == text:  # exactly as the run wrote it
         _refuse_foreign(folder, names[:-1], elsewhere)
-        run_id = match[1]
+        run.id = match[1]
     elif names:
         raise not_ours(folder, names, elsewhere)
     make_folder(folder)
-    run = RunFolder(folder, run_id, retention, Lock(folder, elsewhere), elsewhere)
+    run.lock = Lock(folder, elsewhere)
     try:
         _refuse_run(folder, elsewhere)  # another process may have saved before it released the lock
         make_folder(run.checkpoints)
         # The history of a run that never saved is dropped, but for the names of the files that it wrote.
         run.history.keep(lambda fact: fact.get("event") == "writes")
         # The configuration comes last, and makes the folder a run: a process killed before it begins again.
-        write_text(os.path.join(folder, CONFIG), _signed(run_id, settings))
+        write_text(os.path.join(folder, CONFIG), _signed(run.id, settings))
     except BaseException:
         run.close()
         raise
     return run
 
 
-def reopen(folder: str, retention: Retention, *, write: bool = True, elsewhere: str | Command = OTHER_RUN) -> RunFolder:
+def reopen(folder: str, retention: Retention, *, write: bool = True) -> RunFolder:
     """An existing run. Raises `Conflict` where its files are something else's."""
-    _refuse_foreign(folder, (HISTORY, METRICS), elsewhere)
-    run_id, _ = recorded(folder)
-    run = RunFolder(folder, run_id, retention, Lock(folder, elsewhere) if write else None, elsewhere)
+    run_id, text = recorded(folder)
+    run = RunFolder(folder, run_id, retention, by_script=LOOP in values_of(text))
+    _refuse_foreign(folder, (HISTORY, METRICS), run.elsewhere)
     if write:
+        run.lock = Lock(folder, run.elsewhere)
         make_folder(run.checkpoints)
         sweep_folder(run.checkpoints)
     return run
 
 
-def opened(
-    folder: str,
-    settings: dict[str, Any],
-    retention: Retention,
-    world: World,
-    *,
-    goes_on: bool,
-    elsewhere: str | Command = OTHER_RUN,
-) -> RunFolder:
+def opened(folder: str, settings: dict[str, Any], retention: Retention, world: World, *, goes_on: bool) -> RunFolder:
     """A new run, or with `goes_on` an existing one. Only the first process creates it and has its lock."""
     begin = partial(reopen, folder) if goes_on else partial(create, folder, settings)
     runs: list[RunFolder] = []
-    world.first(lambda: runs.append(begin(retention, elsewhere=elsewhere)))
-    return runs[0] if runs else reopen(folder, retention, write=False, elsewhere=elsewhere)
+    world.first(lambda: runs.append(begin(retention)))
+    return runs[0] if runs else reopen(folder, retention, write=False)
 
 
 def is_run(folder: str) -> bool:

@@ -32,13 +32,10 @@ class Saver:
     """Commits the state after a step, then prunes. step: of the newest checkpoint, committed or being written.
 
     background: a thread writes a copy of the state, at most one at a time; the next `wait` raises what went wrong.
-    resume: what to type to resume, for the error of a full disk.
     """
 
-    def __init__(
-        self, run: RunFolder, world: World, *, background: bool = False, step: int | None = None, resume: str = ""
-    ) -> None:
-        self.run, self.world, self.step, self.resume = run, world, step, resume
+    def __init__(self, run: RunFolder, world: World, background: bool, step: int | None) -> None:
+        self.run, self.world, self.step = run, world, step
         self._writers = world  # of sharded tensors; a thread has a process group of its own
         self._staging = Staging() if background else None
         self._saved_at = time.monotonic()
@@ -97,7 +94,7 @@ class Saver:
                 saved = self.run.commit(step, tree, facts)
         except DiskFull as error:
             error.why = "Existing checkpoints stay as they are."
-            error.fix = Text(f"Make room, then {self.resume}")
+            error.fix = Text(f"Make room, then {self.run.way_on}")
             raise
         if self.world.is_first:
             pruned = self.run.prune()

@@ -333,15 +333,15 @@ def _finite(value: Any) -> Any:
 class RunFolder:
     """The folder of a run. Only the first process holds the lock and writes; parts of tensors are written by all.
 
-    id: of the run; checkpoints of other runs are ignored.  retention: what `prune` keeps.  elsewhere: what to type for
-    a run in another folder.
+    id: of the run; checkpoints of other runs are ignored.  retention: what `prune` keeps.  by_script: it is one of
+    `ckptool.Run`.
     """
 
     folder: str
     id: str
     retention: Retention = Retention(1, 0, 0, "", "min")
     lock: Lock | None = None
-    elsewhere: str | Command = OTHER_RUN
+    by_script: bool = False
     history: Lines = field(init=False)
     metrics: Lines = field(init=False)
     _clock: float | None = field(init=False, default=None)
@@ -353,6 +353,17 @@ class RunFolder:
     @property
     def checkpoints(self) -> str:
         return os.path.join(self.folder, CHECKPOINTS)
+
+    @property
+    def elsewhere(self) -> str | Command:
+        """What to type for a run in another folder."""
+        return "ckptool.Run('OTHER', …)" if self.by_script else OTHER_RUN
+
+    @property
+    def way_on(self) -> str:
+        """What to do to resume."""
+        by_command = f"resume: {command('resume', self.folder)}"
+        return "run the script again: it resumes by itself" if self.by_script else by_command
 
     def close(self) -> None:
         """Releases the lock."""

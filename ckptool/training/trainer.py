@@ -21,7 +21,7 @@ from torch import nn
 
 from ckptool.bridge.modules import unwrapped
 from ckptool.checkpoint.paths import absolute, temporary_files
-from ckptool.commands import arg, command
+from ckptool.commands import arg
 from ckptool.errors import Corrupt, UsageError, counted, listed, printable
 from ckptool.training import CHANGED, CONFIG, configfile, optim, run_folder
 from ckptool.training.config import Config, changes, code_names, recorded, refuse_fixed
@@ -327,7 +327,6 @@ class TrainerRun(Run):
         )
         self.begin = stop.begin
         self._stop, self._window = stop, Window(Objects())  # no gradients are kept for a later step
-        self._saver.resume = f"resume: {command('resume', folder.folder)}"
         self.length = {"steps": trainer.step if trainer.is_stale else trainer.total_steps}
 
     @property
