@@ -67,7 +67,7 @@ _PARAMETER_NAMES = frozenset(
 _STATISTICS = frozenset("mean var std running_mean running_var running_std count num_batches_tracked".split())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StateDict:
     """A part of a checkpoint and its kind. `detail`: more about it, for people (`Adam state for 12 parameters`).
 
@@ -93,6 +93,11 @@ class StateDict:
         return self.kind in (WEIGHTS, AVERAGE)
 
     @property
+    def is_adapter(self) -> bool:
+        """True for a LoRA, LoHa or LoKr: changes to a model's weights."""
+        return self.is_model and " adapter, " in self.detail
+
+    @property
     def call(self) -> str:
         """What gives the state dict in Python: `.state_dict()` of a module, `()` of the method itself."""
         return "" if self.module is None else ".state_dict()" if method_owner(self.module) is self.module else "()"
@@ -105,6 +110,9 @@ class StateDict:
 
     def __str__(self) -> str:
         return f"{printable(self.address) or 'the whole file'} ({self.detail or self.kind})"
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
 
 
 def is_unset(roots: Sequence[StateDict], path: Path, shape: Any, nans: int) -> bool:

@@ -20,6 +20,7 @@ import torch
 from ckptool.errors import Conflict, UsageError, counted
 from ckptool.training import rng
 from ckptool.training.data import signals_blocked
+from ckptool.training.saving import moved
 
 if TYPE_CHECKING:
     from ckptool.training.run import Run
@@ -54,7 +55,7 @@ class Position:
         inside = bool(self.batch)
         state = self.loader.state_dict() if inside and has_state(self.loader) else None
         optional: dict[str, Any] = {"parts": self.parts} if inside and self.parts else {}
-        if inside and self.start and self.body and rng.moved(self.body, self.start):
+        if inside and self.start and self.body and moved(self.body, self.start):
             optional["body_start"] = self.body
         return {"epoch_start": self.start if inside else None, "loader": state, **optional}
 
@@ -174,11 +175,9 @@ def _epoch_iterator(loader: Any, position: Position) -> Iterator[Any]:
         try:
             loader.load_state_dict(position.loader_state)
         except (AssertionError, KeyError, ValueError) as error:
-            raise Conflict(
-                f"the loader cannot load its saved state: {str(error) or type(error).__name__}",
-                "StatefulDataLoader resumes only with the number of workers that it was saved with.",
-                "Use the same num_workers",
-            ) from error
+            what = f"the loader cannot load its saved state: {str(error) or type(error).__name__}"
+            why = "StatefulDataLoader resumes only with the number of workers that it was saved with."
+            raise Conflict(what, why, "Use the same num_workers") from error
     position.loader_state = None
     return _spared(loader, lambda data: iter(data() if callable(data) and not hasattr(data, "__iter__") else data))
 

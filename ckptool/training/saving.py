@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import threading
 import time
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -32,18 +32,14 @@ class Saver:
     """Commits the state after a step, then prunes. step: of the newest checkpoint, committed or being written.
 
     background: a thread writes a copy of the state, at most one at a time; the next `wait` raises what went wrong.
-    resume: what to type to resume, for the error of a full disk.
     """
 
-    def __init__(
-        self, run: RunFolder, world: World, *, background: bool = False, step: int | None = None, resume: str = ""
-    ) -> None:
-        self.run, self.world, self.step, self.resume = run, world, step, resume
+    def __init__(self, run: RunFolder, world: World, background: bool, step: int | None) -> None:
+        self.run, self.world, self.step = run, world, step
         self._writers = world  # of sharded tensors; a thread has a process group of its own
         self._staging = Staging() if background else None
         self._saved_at = time.monotonic()
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._writing: Future[None] | None = None
 
     def save(self, step: int, gather: Callable[[], Tree], facts: Tree) -> None:
         """Saves the state after `step` steps; all processes take part. The first one writes; where tensors are sharded,
@@ -64,8 +60,10 @@ class Saver:
         if self._staging is None:
             self.world.each(lambda: self._commit(step, tree, facts) if writes else None)
         elif writes:
-            self._thread = threading.Thread(target=self._in_thread, args=(step, tree, facts), name="ckptool-save")
-            self._thread.start()
+            thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ckptool-save")
+            # The copy is its own alone, and so gone before the next one is made.
+            self._writing = thread.submit(lambda: self._commit(step, moved.pop(), facts))
+            thread.shutdown(wait=False)  # it ends with its work: loaders fork
         self.step, self._saved_at = step, time.monotonic()
 
     def is_late(self, seconds: float | None) -> bool:
@@ -74,36 +72,19 @@ class Saver:
 
     def wait(self) -> None:
         """Waits for the thread that writes, and raises in every process what went wrong."""
-        error = self._join()
-
-        def fail() -> None:
-            if error is not None:
-                raise error
-
+        writing, self._writing = self._writing, None
         if self._staging is not None:
-            self.world.each(fail)
+            self.world.each(lambda: writing.result() if writing is not None else None)
 
     def finish(self, say: Callable[[str], Any] = lambda text: None) -> None:
         """Waits for the thread that writes, reports its error, which nothing raises any more, and releases the lock."""
-        error = self._join()
+        writing, self._writing = self._writing, None
+        error = writing.exception() if writing is not None else None
         self.run.close()
         if self._staging is not None:
             self._staging = Staging()  # frees its memory
         if error is not None:
             say(f"the last save failed: {error}")
-
-    def _join(self) -> Exception | None:
-        """Waits for the thread; returns the error in it, if any."""
-        if self._thread is not None:
-            self._thread.join()
-        error, self._thread, self._error = self._error, None, None
-        return error
-
-    def _in_thread(self, *save: Any) -> None:
-        try:
-            self._commit(*save)
-        except Exception as error:  # noqa: BLE001  raised by `wait`
-            self._error = error
 
     def _commit(self, step: int, tree: Tree, facts: Tree) -> None:
         try:
@@ -113,7 +94,7 @@ class Saver:
                 saved = self.run.commit(step, tree, facts)
         except DiskFull as error:
             error.why = "Existing checkpoints stay as they are."
-            error.fix = Text(f"Make room, then {self.resume}")
+            error.fix = Text(f"Make room, then {self.run.way_on}")
             raise
         if self.world.is_first:
             pruned = self.run.prune()
@@ -244,7 +225,7 @@ def state_digest(value: Any) -> str:
     """A digest of a plain value with its tensors, the same for equal ones in every process."""
     hashed, stack = blake2b(digest_size=16), [value]
     while stack:
-        node = stack.pop()
+        node = _python(stack.pop())
         if isinstance(node, torch.Tensor):
             part = local(node.detach())
             part = (part if part.layout is torch.strided else part.to_dense()).cpu().contiguous().resolve_conj()
@@ -256,6 +237,13 @@ def state_digest(value: Any) -> str:
         else:
             hashed.update(repr(sorted(map(repr, node)) if isinstance(node, set) else node).encode())
     return hashed.hexdigest()
+
+
+def moved(state: Tree, before: Tree) -> set[str]:
+    """The names in a state of generators that are new or changed; of generators with names only those of `state`."""
+    generators = {name: before.get("generators", {}).get(name) for name in state.get("generators", ())}
+    before = {**before, "generators": generators}
+    return {name for name, value in state.items() if state_digest(value) != state_digest(before.get(name))}
 
 
 def checked_rules(

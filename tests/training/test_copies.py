@@ -118,7 +118,7 @@ def test_a_save_in_the_background_has_the_state_of_its_step(tmp_path: Path) -> N
 
     weight = torch.zeros(1000)
     run = run_folder.create(str(tmp_path / "run"), {}, Retention(9, 0, 0, "", "min"))
-    saver = Late(run, World(), background=True)
+    saver = Late(run, World(), True, None)
     gc.collect()
     gc.disable()
     try:
