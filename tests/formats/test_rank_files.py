@@ -307,8 +307,7 @@ def test_what_a_rank_would_call_is_said_and_not_called(hidden: bool, tmp_path: P
     found = run("scan", str(folder))
     assert found.code == 1 and "mkdir" in found.out, found
     assert not path.exists()
-    with pytest.raises(CkptoolError, match="mkdir"):
-        ckptool.convert(folder, tmp_path / "out.pt")
+    refused(CkptoolError, tmp_path, lambda: ckptool.convert(folder, tmp_path / "out.pt"), "mkdir")
     assert not path.exists() and not (tmp_path / "out.pt").exists()
 
 

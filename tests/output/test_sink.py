@@ -21,6 +21,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.errors import Corrupt, FileChanged
 from ckptool.output import sink
 from ckptool.output.sink import Sink
+from tests.support.errors import refused
 from tests.support.looped import looped
 
 
@@ -143,8 +144,7 @@ def test_what_is_read_only_in_part_is_checked_as_a_whole(tmp_path: Path) -> None
     good = Storage(FileRange(source(tmp_path, data), 0, len(data)), crc=zlib.crc32(data))
     bad = Storage(good.data, crc=1)
     assert wrote(tmp_path, [FileRange(good.data.file, 5, 10)], [good]) == data[5:15]
-    with pytest.raises(Corrupt):
-        wrote(tmp_path, [FileRange(good.data.file, 5, 10)], [bad])
+    refused(Corrupt, tmp_path, lambda: wrote(tmp_path, [FileRange(good.data.file, 5, 10)], [bad]))
 
 
 def test_the_inputs_of_what_is_computed_are_checked_through_all_levels(tmp_path: Path) -> None:
