@@ -28,7 +28,7 @@ from ckptool.verbs.convert import convert
 from fixtures.torch_tar import tar_bytes, tar_members
 from tests.support.files import torch_bytes, written
 from tests.support.same import assert_same_tree
-from tests.support.zip_layouts import Layout, honest
+from tests.support.zips import Layout, honest
 
 TREE = {"w": torch.arange(3.0), "b": torch.tensor([1, -2], dtype=torch.int16), "n": 3}
 STATE = {name: value for name, value in TREE.items() if isinstance(value, torch.Tensor)}

@@ -28,7 +28,7 @@ from ckptool.checkpoint.numpy_arrays import array, array_type
 from ckptool.errors import BadTensor, Corrupt, LimitExceeded, Unsupported
 from ckptool.formats import read
 from tests.support.errors import refused
-from tests.support.hidden_effects import Call, torch_saved
+from tests.support.hidden import Call, torch_saved
 from tests.support.looped import examples, looped
 from tests.support.zips import damaged
 

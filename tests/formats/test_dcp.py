@@ -26,7 +26,7 @@ from ckptool.formats import read, torch_zip
 from ckptool.formats.dcp import payloads
 from ckptool.formats.dcp.tables import Place
 from tests.support.cli import Run
-from tests.support.dcp_folders import edit, placed, save_dcp, training_state
+from tests.support.engine_folders import edit, placed, save_dcp, training_state
 from tests.support.errors import refused, three_parts
 from tests.support.files import torch_bytes
 from tests.support.looped import looped

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import ckptool
 from ckptool.errors import Conflict, OutputExists, Unsupported
 from ckptool.formats import read
-from tests.support.dcp_folders import save_dcp, training_state
+from tests.support.engine_folders import save_dcp, training_state
 from tests.support.errors import refused
 from tests.support.files import saved
 from tests.support.looped import looped

@@ -15,16 +15,8 @@ import torch
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported
 from tests.support.cli import Run
-from tests.support.deepspeed_folders import (
-    MOMENTS,
-    SHAPES,
-    optimizer_file,
-    states_of,
-    verdict,
-    write_zero,
-    zero_weights,
-)
 from tests.support.engine_cases import ROOT
+from tests.support.engine_folders import MOMENTS, SHAPES, optimizer_file, states_of, verdict, write_zero, zero_weights
 from tests.support.errors import refused
 from tests.support.looped import looped
 from tests.support.ranks import save_on_two_ranks

@@ -21,7 +21,7 @@ import ckptool
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, Truncated, Unsupported
 from ckptool.formats import read
 from ckptool.formats.dcp import tables, tree_pickle
-from tests.support.dcp_folders import chunk, chunks, edit, place_of, placed, save_dcp, training_state
+from tests.support.engine_folders import chunk, chunks, edit, place_of, placed, save_dcp, training_state
 from tests.support.errors import refused, three_parts
 from tests.support.files import saved
 from tests.support.looped import looped

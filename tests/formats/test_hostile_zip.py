@@ -29,19 +29,26 @@ from tests.support.budget import meets_budget
 from tests.support.errors import unreadable
 from tests.support.files import torch_bytes, written
 from tests.support.looped import looped
-from tests.support.zip_layouts import RECORDS, Entry, Layout, Put, changed, honest, with_entry, with_more
 from tests.support.zips import (
     DIRECTORY,
     END64_AT,
     END_AT,
     EXPECTED,
     FILE,
+    RECORDS,
+    Entry,
+    Layout,
+    Put,
     W,
     accepted,
     at,
     bytes_by_name,
+    changed,
+    honest,
     python_sees,
     torch_sees,
+    with_entry,
+    with_more,
 )
 
 OTHER = torch_bytes({"w": torch.zeros(3), "v": torch.zeros(2)})

@@ -20,8 +20,8 @@ from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.files import Folder
 from ckptool.formats.pieces import Joiner, Piece
 from tests.support.cli import Run
-from tests.support.dcp_folders import save_dcp
 from tests.support.engine_cases import ROOT
+from tests.support.engine_folders import save_dcp
 from tests.support.errors import refused
 from tests.support.files import contents
 from tests.support.part_files import (

@@ -31,8 +31,8 @@ from tests.support.errors import refused
 from tests.support.files import torch_bytes, written
 from tests.support.looped import looped
 from tests.support.memory import LIMIT, peak_of
-from tests.support.npz_files import arrays_model, each, pickle_to, same_bits
 from tests.support.processes import soon
+from tests.support.zips import arrays_model, each, pickle_to, same_bits
 
 # Every protocol ------------------------------------------------------------------------------------------------------
 

@@ -25,9 +25,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import ckptool
 from ckptool.errors import CkptoolError, Unsupported
 from tests.support.cli import Run
+from tests.support.engine_folders import FULL, divided, model, optimizer, save_ranks
 from tests.support.errors import refused
 from tests.support.looped import looped
-from tests.support.rank_files import FULL, divided, model, optimizer, save_ranks
 from tests.support.ranks import save_on_two_ranks
 
 FULL_GRID = torch.arange(8 * 6 * 3).reshape(8, 6, 3)

@@ -31,10 +31,10 @@ from ckptool.formats import read
 from ckptool.formats.folder import MAX_TABLE
 from ckptool.formats.sharded import size_in_bytes
 from tests.support.cli import Run
+from tests.support.engine_folders import INDEX, assert_values, bins, hub, index_of, sharded_state, write_index
 from tests.support.errors import refused, three_parts
 from tests.support.files import contents, saved, written
 from tests.support.looped import looped
-from tests.support.sharded_folders import INDEX, assert_values, bins, hub, index_of, sharded_state, write_index
 
 # Reading -------------------------------------------------------------------------------------------------------------
 

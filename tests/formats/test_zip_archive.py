@@ -29,7 +29,6 @@ from fixtures.make import make_all
 from tests.support.budget import meets_budget
 from tests.support.errors import refused, unreadable
 from tests.support.files import torch_bytes, written
-from tests.support.zip_layouts import Entry, Layout, Put, with_entry
 from tests.support.zip_mutants import (
     Tally,
     behind_a_guard,
@@ -42,7 +41,7 @@ from tests.support.zip_mutants import (
     tree,
     two_in_one,
 )
-from tests.support.zips import with_record
+from tests.support.zips import Entry, Layout, Put, with_entry, with_record
 
 FILE = torch_bytes({"w": torch.arange(3.0), "v": torch.ones(2)})
 LOCAL_AT = FILE.index(b"archive/data/0") - LOCAL.size

@@ -25,8 +25,16 @@ from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles import calls
 from ckptool.pickles.decode import decode
 from tests.support.errors import refused
-from tests.support.hidden_calls import UNKNOWN, HiddenCall, combinations, hidden_calls, known_names
-from tests.support.hidden_effects import HiddenEffect, fate, hidden_effects
+from tests.support.hidden import (
+    UNKNOWN,
+    HiddenCall,
+    HiddenEffect,
+    combinations,
+    fate,
+    hidden_calls,
+    hidden_effects,
+    known_names,
+)
 from tests.support.hostile_inputs import integer, name, pickle_zip, program, tensor, text
 from tests.support.looped import looped
 from tests.support.processes import soon

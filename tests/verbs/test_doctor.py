@@ -31,7 +31,7 @@ from ckptool.analysis.findings import Diagnosis, recognised
 from ckptool.cli import main
 from ckptool.errors import PlanRefused
 from ckptool.render.lines import text as text_of
-from tests.support.dcp_folders import save_dcp
+from tests.support.engine_folders import save_dcp
 from tests.support.errors import refused
 from tests.support.files import CORPUS, saved
 from tests.support.lab_trial import run_line

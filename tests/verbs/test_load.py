@@ -23,9 +23,9 @@ from fixtures.make import PRODUCERS, make
 from fixtures.traps import TRAPS
 from tests.support.errors import refused
 from tests.support.files import load, saved, torch_bytes, written
-from tests.support.live_models import LOADED_IN_ESSENCE, UNKNOWN
 from tests.support.looped import looped
 from tests.support.same import assert_same_objects
+from tests.support.small_models import LOADED_IN_ESSENCE, UNKNOWN
 from tests.support.zips import damaged
 
 # What can be written but, for now, not made again without pickle.

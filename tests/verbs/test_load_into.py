@@ -21,9 +21,9 @@ from ckptool.errors import CkptoolError, Conflict, Corrupt, NoMatch, PlanRefused
 from fixtures.make import TiedLanguageModel, mlp, train
 from tests.support.errors import refused, three_parts
 from tests.support.files import load, saved
-from tests.support.live_models import Classifier, assert_same_state, bits, compiled, load_refused, snapshot
 from tests.support.looped import examples, looped
 from tests.support.same import assert_same_objects
+from tests.support.small_models import Classifier, assert_same_state, bits, compiled, load_refused, snapshot
 
 
 @pytest.mark.parametrize("wrapper", ["", "module."])

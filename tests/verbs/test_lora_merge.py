@@ -19,11 +19,11 @@ import ckptool
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported
 from ckptool.transforms.memory_names import UNKNOWN, _tables, in_memory
 from fixtures.surgery.make_lora import Net
-from tests.support.adapters import CONFIG, Tensors, halves, model_folder, peft, stored
 from tests.support.cli import Run
 from tests.support.errors import refused
 from tests.support.files import load
 from tests.support.looped import looped
+from tests.support.small_models import CONFIG, Tensors, halves, model_folder, peft, stored
 
 Tensor = torch.Tensor
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16

@@ -30,11 +30,11 @@ from ckptool.formats import marks, read
 from ckptool.verbs.recover import recover
 from fixtures.traps import TRAPS
 from tests.support.cli import Run, command_lines
+from tests.support.engine_folders import bins
 from tests.support.errors import refused
 from tests.support.files import load, saved, torch_bytes, weights, written
 from tests.support.looped import looped
 from tests.support.same import assert_same_objects
-from tests.support.sharded_folders import bins
 from tests.support.zips import PLAIN, damaged, record_starts
 
 

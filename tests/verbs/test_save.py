@@ -28,9 +28,9 @@ from ckptool.pickles.encode import encode
 from fixtures.traps import TRAPS
 from tests.support.errors import refused
 from tests.support.files import load, saved
-from tests.support.live_models import UNKNOWN, compiled
 from tests.support.looped import looped
 from tests.support.same import assert_same_objects
+from tests.support.small_models import UNKNOWN, compiled
 
 # Torch warns of features in beta and going away; the library adds none.
 pytestmark = pytest.mark.filterwarnings("ignore")

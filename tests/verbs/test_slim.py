@@ -10,10 +10,10 @@ import torch
 import ckptool
 from ckptool.formats import read
 from fixtures.make import make
-from tests.support.bundles import deduplicated
 from tests.support.errors import refused
 from tests.support.files import load, saved
 from tests.support.same import assert_same_objects
+from tests.support.small_models import deduplicated
 
 
 class Holder:

@@ -30,7 +30,7 @@ from tests.support.cli import Run
 from tests.support.errors import refused
 from tests.support.files import load, saved
 from tests.support.processes import soon
-from tests.support.warm_starts import warm_started
+from tests.support.small_models import warm_started
 
 
 def test_a_factory_fills_up(tmp_path: Path, code: Path) -> None:
