@@ -316,21 +316,21 @@ def live(target: Target, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
-def test_the_next_run_sweeps_what_a_killed_one_left(live: subprocess.Popen[bytes], target: Target) -> None:
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_next_run_sweeps_what_a_killed_one_left(
+    refused: bool, live: subprocess.Popen[bytes], target: Target
+) -> None:
     live.kill()
     live.wait()
     assert len(temporaries(target.path.parent)) == 1 and target.holds(target.path, new=False)
+    if refused:
+        with pytest.raises(OutputExists):
+            target.write(overwrite=False)
+        assert target.is_untouched
+        return
     another = replace(target, path=target.path.with_name("another"), kind="file" if target.is_folder else "folder")
     another.write()  # nobody may ever write to "out" again, nor anything of its kind
     assert names(target.path.parent) == ["another", "out"] and another.holds(another.path, new=True)
-
-
-def test_a_refused_run_sweeps_too(live: subprocess.Popen[bytes], target: Target) -> None:
-    live.kill()
-    live.wait()
-    with pytest.raises(OutputExists):
-        target.write(overwrite=False)
-    assert target.is_untouched
 
 
 def test_what_a_living_writer_has_is_left_alone(live: subprocess.Popen[bytes], target: Target) -> None:

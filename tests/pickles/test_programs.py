@@ -184,18 +184,7 @@ def test_plain_values_are_what_python_says(count: int, request: pytest.FixtureRe
 
 
 class Outer:
-    class Inner:
-        class Innermost:
-            pass
-
-        def __eq__(self, other: object) -> bool:
-            return type(other) is Outer.Inner
-
-        __hash__ = None  # type: ignore[assignment]
-
-    @staticmethod
-    def function() -> None:
-        pass
+    class Inner: ...
 
 
 def test_names_of_python_2_are_those_of_python_3_where_the_protocol_is_raised() -> None:

@@ -370,7 +370,7 @@ def script_program(rng: random.Random) -> HiddenEffect:
     """A TorchScript archive in which a class has a `__setstate__` that writes a file; or only methods that would."""
     runs = rng.random() < 0.8
     kind = rng.choice(("Any", "Dict[str, Tensor]", "Tuple[int, Tensor]", "int"))
-    where = rng.choice(("linear", "container", "activation", "hidden_effects"))
+    where = rng.choice(("linear", "container", "activation", "hidden"))
     deflated = rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
     own = rng.choice(("", "    x = 1\n", "    if True:\n      pass\n    else:\n      pass\n"))
     name = "__setstate__" if runs else "setstate"
