@@ -109,18 +109,18 @@ class Samples:
     def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
         """The micro-batches of each step, from the trainer's next to the run's last. Closing it ends its workers."""
         world, micro_steps = trainer.world, trainer.config.train.accumulate
-        steps, own = range(trainer.step, trainer.total_steps), slice(world.rank, None, world.size)
+        steps, of_rank = range(trainer.step, trainer.total_steps), slice(world.rank, None, world.size)
         source: Any = Picked(self.dataset, self.collate, self.seed)
-        requests: Iterable[Any] | None = self._shares(steps, micro_steps, own)
+        requests: Iterable[Any] | None = self._shares(steps, micro_steps, of_rank)
         if self.is_stream:
             seed, position = derived(self.seed, "stream"), self.position or {"epoch": 0, "samples": 0}
             of_run = steps, self.settings, micro_steps, trainer.config.save.every
-            source, requests = Steps(self.dataset, seed, position, own, self.collate, *of_run), None
+            source, requests = Steps(self.dataset, seed, position, of_rank, self.collate, *of_run), None
         with closing(self._loaded(source, requests, world.device)) as loader:
             for step, self.position in loader:
                 yield [Batch(to_device(data, world.device), size, total) for data, size, total in step]
 
-    def _shares(self, steps: range, micro_steps: int, own: slice) -> Iterator[list[Share]]:
+    def _shares(self, steps: range, micro_steps: int, of_rank: slice) -> Iterator[list[Share]]:
         """This process's shares of each of the steps: one of each micro-batch that has samples at all."""
         batch, per_epoch = self.settings.batch, self.steps_per_epoch
         ordered: Sequence[int] | None = None
@@ -129,7 +129,7 @@ class Samples:
             if index == 0 or ordered is None:
                 ordered = self._order(epoch)
             samples = [(epoch, self.train[i]) for i in ordered[index * batch : (index + 1) * batch]]
-            yield shares(samples, micro_steps, own)
+            yield shares(samples, micro_steps, of_rank)
 
     def _order(self, epoch: int) -> list[int]:
         """The samples of an epoch, as indices into `train`: a permutation, or what the sampler yields."""
@@ -243,7 +243,7 @@ class Steps(IterableDataset[Any]):
     dataset: Any
     seed: int
     position: Position
-    own: slice
+    of_rank: slice
     collate: Collate
     steps: range
     settings: Data
@@ -268,7 +268,7 @@ class Steps(IterableDataset[Any]):
             if (step + 1) % self.save_every == 0 or step + 1 == self.steps.stop:
                 self._mark()
             if (step - self.steps.start) % count == number:
-                windows = shares(samples, self.micro_steps, self.own)
+                windows = shares(samples, self.micro_steps, self.of_rank)
                 position = {"epoch": self.epoch, "samples": self.taken, **self.state}
                 yield [(self.collate(share), size, total) for share, size, total in windows], position
 
@@ -311,13 +311,13 @@ class Steps(IterableDataset[Any]):
         return samples
 
 
-def shares(samples: list[Any], micro_steps: int, own: slice) -> list[Share]:
-    """A process's shares of a step's samples, one of each micro-batch that has any: `own` of its samples.
+def shares(samples: list[Any], micro_steps: int, of_rank: slice) -> list[Share]:
+    """A process's shares of a step's samples, one of each micro-batch that has any: `of_rank` of its samples.
 
     A process without samples takes one that does not count: all must take part in every step.
     """
     windows = [window for micro in range(micro_steps) if (window := samples[micro::micro_steps])]
-    return [(share or window[:1], len(share), len(window)) for window in windows for share in [window[own]]]
+    return [(share or window[:1], len(share), len(window)) for window in windows for share in [window[of_rank]]]
 
 
 def own_numbers(dataset: Any) -> None:

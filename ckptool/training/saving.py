@@ -126,17 +126,13 @@ def to_cpu(tree: Any, *, copied: bool = False, memory: list[Storage] | None = No
         ctypes.memmove(target.data_ptr(), storage.data_ptr(), size)  # 3 to 8 times as fast as torch's threads
         return target
 
-    result = _moved(tree, copy if copied else _new_storage.cpu, moved, _shared(tree))
+    parts = (local(tensor.detach()) for tensor in tensors(tree))
+    counts = Counter(part.untyped_storage()._cdata for part in parts if _is_plain(part))
+    several = {storage for storage, count in counts.items() if count > 1}  # those in which several tensors are
+    result = _moved(tree, copy if copied else _new_storage.cpu, moved, several)
     if memory is not None:
         memory[:] = moved.values()
     return result
-
-
-def _shared(tree: Any) -> set[int]:
-    """The storages in which several tensors of a tree are."""
-    parts = (local(tensor.detach()) for tensor in tensors(tree))
-    counts = Counter(part.untyped_storage()._cdata for part in parts if _is_plain(part))
-    return {storage for storage, count in counts.items() if count > 1}
 
 
 def _is_plain(part: torch.Tensor) -> bool:
