@@ -129,9 +129,13 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
 _DASHES, _QUOTES = "‐‑‒–—―−﹣－", "‘‚“„«"
 
 
-def refuse_typography(words: Sequence[str]) -> None:
-    """Raises `UsageError` for a typed word that begins with a dash or quotation mark that no shell knows as one, unless
-    there is such a file. Word processors, chats and web pages make them of `--` and `"`."""
+def as_typed(words: list[str]) -> list[str]:
+    """The words of a command line without a comment after them, which zsh passes on.
+
+    Raises `UsageError` for a word that begins with a dash or quotation mark that no shell knows as one, unless there is
+    such a file. Word processors, chats and web pages make them of `--` and `"`.
+    """
+    words = words[: words.index("#")] if "#" in words else words
     for word in (word for word in words if word[:1] and word[0] in _DASHES + _QUOTES):
         if os.path.lexists(word.partition("#")[0]):
             continue
@@ -144,6 +148,7 @@ def refuse_typography(words: Sequence[str]) -> None:
             what = f"{word} begins with a quotation mark that no shell knows"
             why = "Word processors, chats and web pages put it in the place of ' and \"; a shell takes it for a letter."
             raise UsageError(what, why, "Type ' or \" around it.")
+    return words
 
 
 @contextmanager

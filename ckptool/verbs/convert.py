@@ -30,8 +30,8 @@ MANY_LOST = 6  # tensors, up to which a command names each
 
 @verb(
     ("ckptool convert model.pt -o model.safetensors", "the weights"),
-    ("ckptool convert model.pt --all -o all.safetensors", "everything; converting back restores it"),
-    ("ckptool convert model.pt --weights-only -o plain.pt", "for torch.load's default, weights_only=True"),
+    ("ckptool convert model.pt --all -o all.safetensors", "everything, so that converting back restores it"),
+    ("ckptool convert model.pt --weights-only -o plain.pt", "for torch.load as it is by default, with weights_only"),
     ("ckptool convert model.pt --shard-size 5GB -o shards", "in shards, as on the Hugging Face Hub"),
     ("ckptool convert model.pt -o model.dcp --ranks 8", "for torch.distributed.checkpoint, sharded as FSDP2 does"),
 )

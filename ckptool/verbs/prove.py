@@ -25,7 +25,7 @@ def _words(words: Annotated[Sequence[str], argument("run.yaml | -- COMMAND", _WO
 
 
 @verb(
-    ("ckptool prove run.yaml --steps 40 --kills 3", "does it end with the same bytes?"),
+    ("ckptool prove run.yaml --steps 40 --kills 3", "whether it ends with the same bytes"),
     ("ckptool prove -- python train.py --out {run}", "your own script, in a fresh folder"),
     from_words=_words,
 )

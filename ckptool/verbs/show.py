@@ -142,7 +142,7 @@ def _value_lines(value: Any, limit: int | None, sibling_limit: int | None = None
 
 @verb(
     ("ckptool show model.pt#epoch", "a value"),
-    ("ckptool show model.pt#optimizer/param_groups", "an optimizer's settings: its learning rate"),
+    ("ckptool show model.pt#optimizer/param_groups", "the settings of an optimizer, such as its learning rate"),
     ("ckptool show model.pt#state_dict/module.fc.weight --slice '0:2,:5'", "a part of a tensor"),
 )
 def show(

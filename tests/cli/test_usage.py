@@ -116,6 +116,10 @@ def test_a_dash_or_quotation_mark_of_a_word_processor_is_told(dash: str, files: 
     )
 
 
+def test_a_comment_after_a_command_which_zsh_passes_on_is_none_of_its_words(files: Path, run: Run) -> None:
+    assert run("inspect", "dp.pt", "#", "what", "is", "in", "it", "--nothing") == run("inspect", "dp.pt")
+
+
 def test_a_name_that_may_be_of_a_hub_is_offered_as_one_but_for_a_file(files: Path, run: Run) -> None:
     for name, is_of_hub in (("org/model", True), ("org/model-1.5", True), ("runs/a.pt", False), ("a/b.ckpt", False)):
         ran = run("inspect", name)
