@@ -48,8 +48,9 @@ def environment(*, torch: bool = False, **more: str) -> dict[str, str]:
 
 
 def run_line(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A line of a shell block as it is pasted, its comment with it. What installs is not run."""
-    command = line if not line.startswith("pip ") else "true"
+    """A line of a shell block as it is pasted into zsh, which knows no comments: its words are arguments. What installs
+    is not run."""
+    command = re.sub(r"(?<=\s)#(?=\s)", "'#'", line) if not line.startswith("pip ") else "true"
     given = environment(torch="ckptool train" in line or "ckptool resume" in line, COLUMNS="100")
     return subprocess.run(command, shell=True, cwd=folder, env=given, capture_output=True, text=True, check=False)
 

@@ -130,8 +130,7 @@ class Diff(Report):
         facts += [f"{len(only):,} only in {side}" for side, only in onlys if only]
         facts += ["different ties"] if self.ties else []
         facts += ["a different order"] if self.order_differs and self.strict else []
-        equal = f"; {counted(self.equal, 'tensor')} the same, {evidence}" if self.equal else ""
-        return f"{', '.join(facts)}{equal}"
+        return ", ".join(facts) + (f"; {counted(self.equal, 'tensor')} the same, {evidence}" if self.equal else "")
 
     def differs_by_prefix(self) -> bool:
         """True if most names that are in one file only are in the other with or without a wrapper's prefix."""

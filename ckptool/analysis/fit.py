@@ -13,6 +13,7 @@ from typing import Any
 from ckptool.analysis.findings import Finding, finding
 from ckptool.analysis.inspect import NUMPY, Listing
 from ckptool.analysis.targets import CHECKPOINT, SPEC, Target, accepted, also_newer, tie_groups
+from ckptool.analysis.words import shape_text
 from ckptool.checkpoint import StorageRef, Tensor
 from ckptool.checkpoint.nodes import Object, OrderedDict, with_article
 from ckptool.checkpoint.numpy_arrays import Array, array_tensor
@@ -257,6 +258,9 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
     """The steps of a way, and what does not fit after them."""
     from ckptool.names.layout import translation_to  # imports all layouts, which no other diagnosis needs
 
+    if root.is_adapter:
+        yield replace(finding("adapter", model=target.name), advised=(target.plus_adapter(FILE),))
+        return
     yield from way.steps
     names, shapes = way.fit.names, way.fit.shapes
     weights = {name: root.node[key] for name, key in names.items()} if shapes or not way.fit.is_exact else {}
@@ -269,8 +273,8 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
     groups = tie_groups(target.tensors.values()).values() if not extra else ()
     tied_names = {name for group in groups if any(name in names for name in group) for name in group}
     tied, missing = ([name for name in missing if (name in tied_names) is is_tied] for is_tied in (True, False))
-    unequal = [(name, root.node[names[name]], target.tensors[name]) for name in shapes if name in names]
-    ways = [f"{name}={how}" for name, *two in unequal if (how := of_positions(name, *(side.shape for side in two)))]
+    unequal = [(name, root.node[names[name]].shape, target.tensors[name].shape) for name in shapes if name in names]
+    ways = [f"{name}={how}" for name, have, want in unequal if (how := of_positions(name, have, want))]
     skip, out, is_other = "skip" if shapes else "", OUT_PT if tied else OUT, way.fit.matched <= len(shapes)
     line = command("warm-start", FILE, against=target.name, resize=ways, on_mismatch=skip, out=out)
     # Where rules may be meant instead, it would be refused.
@@ -287,11 +291,7 @@ def of_target(root: StateDict, target: Target, way: Way) -> Iterator[Finding]:
         reason = finding(f"keys-differ{', all of them' * is_other}", **what)
         yield replace(reason, advised=(command("warm-start", FILE, against=target.name, on_mismatch=skip),))
     if shapes:
-        differ = listed([f"{name} {_shape_text(have)} against {_shape_text(want)}" for name, have, want in unequal], 3)
+        differ = listed([f"{name} {shape_text(have)} against {shape_text(want)}" for name, have, want in unequal], 3)
         what = {"count": counted(len(shapes), "tensor has", "tensors have"), "shapes": differ, "model": target.name}
         reason = finding(f"shape-mismatch{', of positions' * bool(ways)}", **what)
         yield replace(reason, commands=fixes, advice=reason.advice if fixes else "")
-
-
-def _shape_text(tensor: Any) -> str:
-    return str(list(tensor.shape)) if tensor.shape is not None else "[?]"

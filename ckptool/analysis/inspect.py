@@ -14,11 +14,11 @@ from ckptool.analysis import words
 from ckptool.analysis.findings import runnable
 from ckptool.analysis.outline import LINES, Branch, MemoryNeeds, memory_needs, overview
 from ckptool.analysis.quantization import quantized_notes
-from ckptool.analysis.words import Json, PathFact, type_name, value_text
+from ckptool.analysis.words import Json, PathFact, shape_text, type_name, value_text
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import SCALARS, no_collection
-from ckptool.checkpoint.nodes import Object, Set
+from ckptool.checkpoint.nodes import Object, Set, fields, items
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, children, find, storages, stored_parts, walk
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Command, command, option
@@ -287,7 +287,7 @@ def _outlined(parts: Sequence[PartSummary], depth: int | None) -> Told:
 
 
 def _type(tensor: Tensor) -> tuple[str, str]:
-    return tensor.dtype.name if tensor.dtype else "?", "" if tensor.shape is None else str(list(tensor.shape))
+    return tensor.dtype.name if tensor.dtype else "?", shape_text(tensor.shape)
 
 
 @no_collection()  # of very many rows
@@ -435,18 +435,16 @@ def _notes(checkpoint: Checkpoint, roots: Sequence[StateDict], rows: Sequence[Te
         where = f"{size(sum(wasted))} in {counted(len(wasted), 'storage')}"
         fix = command("slim", FILE, keep_optimizer=True, out=OUT)
         yield Note("wasted-storage", f"{where} belong to no tensor: slices, saved without .clone()", fix)
-    if any(root.is_model and " adapter, " in root.detail for root in roots):
+    if any(root.is_adapter for root in roots):
         trained_on = (config_beside(checkpoint, ADAPTER) or {}).get("base_model_name_or_path")
         whose = f"of {str(trained_on)[:200]}" if trained_on else "of a model"
         yield Note("adapter", f"changes to the weights {whose}; lora merge adds them")
     # Optimizer state of parameters in none of its groups: loading fails, or gives it to another parameter.
     for root in (root for root in roots if root.kind == OPTIMIZER):
-        state = root.node["state"]
-        groups = [group.get("params") for group in root.node["param_groups"] if isinstance(group, dict)]
-        lists = [names for names in groups if isinstance(names, (list, tuple))]
+        lists = [items(fields(group).get("params")) for group in root.node["param_groups"]]
         parameters = {name for names in lists for name in names if type(name) in (int, str)}
-        missing = [key for key in state if key not in parameters]
-        if missing and groups:
+        state = root.node["state"]
+        if lists and (missing := [key for key in state if key not in parameters]):
             examples = listed([str(key)[:100] for key in missing])
             count = f"{len(missing):,} of {counted(len(state), 'state')} {form(len(missing), 'belongs', 'belong')}"
             yield Note("optimizer-mismatch", f"{root.address or 'the file'}: {count} to no parameter: {examples}")
@@ -455,8 +453,7 @@ def _notes(checkpoint: Checkpoint, roots: Sequence[StateDict], rows: Sequence[Te
     if arrays:
         places = listed([f"{root.detail} at {root.address or 'the top'}" for root in arrays], 3)
         message = f"{places}: not tensors, but convert and diff treat them as weights"
-        convert = command("convert", FILE, out=OUT_SAFETENSORS) if len(arrays) == 1 else ()
-        yield Note(NUMPY, message, convert)
+        yield Note(NUMPY, message, command("convert", FILE, out=OUT_SAFETENSORS) if len(arrays) == 1 else ())
     yield from checkpoint.notes
 
 
@@ -554,9 +551,9 @@ class PartSummary:
     first."""
 
     root: Annotated[StateDict, LIVE]
-    rows: Annotated[Sequence[TensorRow], LIVE]
-    sizes: Annotated[list[int], LIVE]
-    tied: Annotated[dict[int, int], LIVE]
+    rows: Annotated[Sequence[TensorRow], LIVE] = facts.field(repr=False)
+    sizes: Annotated[list[int], LIVE] = facts.field(repr=False)
+    tied: Annotated[dict[int, int], LIVE] = facts.field(repr=False)
     elements: int
     bytes: Bytes
     dtypes: tuple[str, ...]

@@ -226,8 +226,7 @@ class Scan(Report):
             yield f"latest good: {self._relative(self.latest)} (by {self.latest_by})"
         yield ""
         heads = ("file", "state", "step", "epoch", "size", "age", "what")
-        rows = [file.row(self._relative(file)) for file in self.files]
-        yield Table(rows, heads=heads, right=(2, 3, 4, 5), indent=0)
+        yield Table([file.row(self._relative(file)) for file in self.files], heads=heads, right=(2, 3, 4, 5), indent=0)
         yield ""
         if len(self.files) > 1:
             states = Counter(file.state for file in self.files)
@@ -236,8 +235,7 @@ class Scan(Report):
             yield bold(f"{counted(len(self.files), 'file')}, {nbytes}: {facts}")
             yield f"not good: {listed(wrong, 6)}" if wrong and len(self.files) > MANY else None
         if not self.full and any(file.is_good for file in self.files):
-            data = "data checksums were not verified (--full does)"
-            yield dim(f"good: tables and structure are whole; {data}")
+            yield dim("good: tables and structure are whole; data checksums were not verified (--full does)")
         for what, is_custom in (("would run unknown code", False), ("needs classes of its own", True)):
             calls = [(file, [call for call in file.calls if call.is_custom is is_custom]) for file in self.files]
             if any(file_calls for _, file_calls in calls):

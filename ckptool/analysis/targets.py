@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.dtypes import DType, by_name
 from ckptool.checkpoint.nodes import OrderedDict
-from ckptool.commands import FILE, Slot, command
+from ckptool.commands import FILE, OUT, Command, Slot, command
 from ckptool.conventions.state_dicts import EXTRA_STATE, one_state_dict
 from ckptool.errors import Corrupt, Unsupported, UsageError, counted, printable
 from ckptool.facts import LIVE, dataclass, field, replace
@@ -97,6 +97,10 @@ class Target:
     def unique(self) -> list[Expected]:
         """Each tensor once, by its first name."""
         return [expected for expected in self.tensors.values() if expected.tied_to is None]
+
+    def plus_adapter(self, file: str) -> Command:
+        """The command that adds an adapter to it; it takes a checkpoint of the model."""
+        return command("lora merge", self.name if self.kind == CHECKPOINT else Slot("BASE"), file, out=OUT)
 
 
 def of_checkpoint(checkpoint: Checkpoint, name: str, at: str | None = None) -> Target:

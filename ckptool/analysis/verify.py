@@ -15,6 +15,7 @@ from ckptool import formats
 from ckptool.analysis.digests import Compared, Digests, readable_bytes
 from ckptool.analysis.findings import Chain, runnable
 from ckptool.analysis.inspect import use_notes
+from ckptool.analysis.words import shape_text
 from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, PartKind, PartOf, Storage, TensorEntry
 from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.blocks import mismatch
@@ -199,9 +200,8 @@ class Verification(Report):
                 yield Table([(name,) for name in names], limit=SHOWN, more="  … {} more")
         if digest and self.digest is not None:
             yield bold(f"{self.digest.root}  {self.digest.at or WHOLE}")
-            shapes = ("" if tensor.shape is None else str(list(tensor.shape)) for tensor in self.digest.tensors)
-            pairs = zip(self.digest.tensors, shapes, strict=True)
-            yield Table([(tensor.sha256, tensor.dtype, shape, tensor.name()) for tensor, shape in pairs], indent=0)
+            rows = [(row.sha256, row.dtype, shape_text(row.shape), row.name()) for row in self.digest.tensors]
+            yield Table(rows, indent=0)
         yield from (("  ", cyan(" ".join(map(quoted, fix)))) for fix in self.fixes)
         yield from self.notes
 
@@ -256,8 +256,7 @@ def _verify_data(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -
     folder = source if isinstance(source, Folder) and not checkpoint.base else None
     layout = members.members_of(checkpoint, folder) if folder is not None else None
     names = layout.names if layout is not None else ()
-    excluded = {name.partition("/")[0] for name in names}
-    problems, extent, checked, nbytes = _data_problems(checkpoint, excluded)
+    problems, extent, checked, nbytes = _data_problems(checkpoint, {name.partition("/")[0] for name in names})
     # A file that was recovered is not what was once written, whatever its checksums say.
     recovered = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
     for note in marks.recovered_notes(checkpoint.metadata):

@@ -23,12 +23,15 @@ Json = dict[str, Any]
 FEW = 1_000  # elements up to which all of a tensor is read
 
 
+def shape_text(shape: tuple[int, ...] | None) -> str:
+    return "" if shape is None else str(list(shape))
+
+
 def tensor_text(tensor: Tensor, part: PartSummary | None = None) -> str:
     """`f32 [64, 3, 7, 7]`, with what is unusual about it."""
     kind = "" if isinstance(tensor, TensorEntry) else f"{printable(tensor.kind)} "
-    shape = "" if tensor.shape is None else str(list(tensor.shape))
     is_unusual = tensor.location != "cpu" and (part is None or len(part.locations) > 1)
-    text = f"{kind}{tensor.dtype.name if tensor.dtype else '?'} {shape}".rstrip()
+    text = f"{kind}{tensor.dtype.name if tensor.dtype else '?'} {shape_text(tensor.shape)}".rstrip()
     return text + (f", {printable(tensor.location)}" if is_unusual else "")
 
 

@@ -121,9 +121,34 @@ def file_problem(error: OSError | ValueError, path: str | os.PathLike[str], doin
             if close := difflib.get_close_matches(os.fsdecode(os.path.basename(path)), names, 1, 0.75):
                 why = f"{why[:-1]}; did you mean {close[0]}?"
             fix = f"Look at what is there: {other_program('ls', os.fsdecode(folder))}"
-        elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+        elif re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and not name.endswith(_INNER_SUFFIXES):
             fix = f"If it is a model on the Hugging Face hub: {command('inspect', f'hf://{name}')}"
     return kind(f"cannot {doing} {name}: {reason}", why, fix).about(number, path)
+
+
+_DASHES, _QUOTES = "‐‑‒–—―−﹣－", "‘‚“„«"
+
+
+def as_typed(words: list[str]) -> list[str]:
+    """The words of a command line without a comment after them, which zsh passes on.
+
+    Raises `UsageError` for a word that begins with a dash or quotation mark that no shell knows as one, unless there is
+    such a file. Word processors, chats and web pages make them of `--` and `"`.
+    """
+    words = words[: words.index("#")] if "#" in words else words
+    for word in (word for word in words if word[:1] and word[0] in _DASHES + _QUOTES):
+        if os.path.lexists(word.partition("#")[0]):
+            continue
+        rest = word.lstrip(f"{_DASHES}-")
+        if word[0] in _DASHES and rest:
+            what = f"{word} begins with a dash that is no hyphen"
+            fix = f"Type {'-' * min(len(rest), 2)}{rest}"
+            raise UsageError(what, "Word processors, chats and web pages put it in the place of hyphens.", fix)
+        if word[0] in _QUOTES and words[0] not in ("explain", "doctor"):  # whose messages may begin with one
+            what = f"{word} begins with a quotation mark that no shell knows"
+            why = "Word processors, chats and web pages put it in the place of ' and \"; a shell takes it for a letter."
+            raise UsageError(what, why, "Type ' or \" around it.")
+    return words
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ckptool import commands
 from ckptool.checkpoint import progress
 from ckptool.checkpoint.files import while_open
 from ckptool.checkpoint.jobs import deliver_signal_again, stop
-from ckptool.checkpoint.paths import may_exist, named_urls
+from ckptool.checkpoint.paths import as_typed, may_exist, named_urls
 from ckptool.cli import output
 from ckptool.cli.output import FORM, Answer, LostAnswer, answer_of, in_words, say, style_of, tell
 from ckptool.cli.parser import HELP_FLAGS, parse, program_help, typed_parameters, verb_help, writes
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str], results: list[Json]) -> int:
-    words = commands.with_verb(words)
+    words = commands.with_verb(as_typed(words))
     first = words[0] if words else ""
     before_dashes = words[: words.index("--")] if "--" in words else words
     subcommands = [name for name in VERBS if first and name.startswith(f"{first} ")]  # `lora` is the first word of some

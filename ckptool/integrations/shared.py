@@ -154,9 +154,7 @@ class Fetches:
     def resume(self, states: list[Any], rank: int, size: int, where: str) -> None:
         """Takes the states of all processes. Raises `Conflict` for another number of processes."""
         if len(states) != size:
-            raise Conflict(
-                f"{where} was saved by {counted(len(states), 'process', 'processes')}, and this run has {size:,}",
-                "Random states and data positions depend on the number of processes.",
-                f"Start {len(states):,}",
-            )
+            what = f"{where} was saved by {counted(len(states), 'process', 'processes')}, and this run has {size:,}"
+            why = "Random states and data positions depend on the number of processes."
+            raise Conflict(what, why, f"Start {len(states):,}")
         self.saved = to_cpu(states[rank], copied=True)

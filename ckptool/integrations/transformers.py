@@ -59,17 +59,13 @@ class DurableCheckpoints:
             elif self.args.should_save and checkpoints:
                 # A stock Trainer's checkpoints have no sidecars, so none is whole: the last is named by its path.
                 argument = True if any(saved.sidecar for saved in checkpoints) else checkpoints[-1].path
-                raise Conflict(
-                    f"{folder} holds checkpoints already",
-                    "A new run would overwrite some and mix with the rest.",
-                    f"Resume: trainer.train(resume_from_checkpoint={argument!r}); or name another output_dir",
-                )
+                what = f"{folder} holds checkpoints already"
+                fix = f"Resume: trainer.train(resume_from_checkpoint={argument!r}); or name another output_dir"
+                raise Conflict(what, "A new run would overwrite some and mix with the rest.", fix)
             if resume and self.args.save_only_model:
-                raise UsageError(
-                    "save_only_model=True leaves out the optimizer and the random state",
-                    "A run cannot resume exactly from such checkpoints.",
-                    "Leave it out of TrainingArguments",
-                )
+                what = "save_only_model=True leaves out the optimizer and the random state"
+                why = "A run cannot resume exactly from such checkpoints."
+                raise UsageError(what, why, "Leave it out of TrainingArguments")
             state = TrainerState.load_from_json(os.path.join(resume, _STATE)) if resume else None
             if state is not None and (0 < self.args.max_steps <= state.global_step or self._stops_early(state)):
                 # Loads the end of a complete run that is started again: Trainer itself would train another step.

@@ -233,7 +233,8 @@ def _summary(value: Any, width: int) -> str:
             parts = {"attribute": value.attributes, "item": value.items, "element": value.elements}
             having = " and ".join(counted(len(part), word) for word, part in parts.items() if part)
             kind = {"new": "unknown class ", "call": "unknown call "}.get(value.how, "persistent ")
-            name = ("" if kind_of(value.fn) else kind) + printable(value.name)
+            arguments = _short_list(value.args, "", "(", ")", width) if value.args else ""
+            name = ("" if kind_of(value.fn) else kind) + printable(value.name) + arguments * arguments.startswith("(")
             return f"<{name} with {having}>" if having else f"<{name}>"
         case Array() if value.size == 1 and not value.shape and (numbers := value.values()):
             return printable(f"numpy {value.type} {numbers[0]}")

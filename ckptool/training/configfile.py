@@ -17,10 +17,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ckptool.checkpoint.files import read_small_text
-from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import arg, command
 from ckptool.errors import OutputExists, TextLines, UsageError, counted, printable
 from ckptool.formats import PathLike
+from ckptool.output import make_folder
 from ckptool.training import CONFIG, LOOP, is_run, run_folder
 from ckptool.training.config import Config, Place, descend, is_named, keys_of, rooted, section_in
 from ckptool.training.store import Retention, RunFolder, write_text
@@ -98,11 +98,9 @@ def checked(values: Any, path: str, lines: Mapping[Place, int] | None = None, ch
         line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), 0)
         numbered.append((line, f"{path}{f':{line}' if line else ''}: {words}"))
     sentences = [sentence for _, sentence in sorted(numbered, key=lambda entry: entry[0])]
-    raise UsageError(
-        sentences[0] if len(sentences) == 1 else f"{path}: {counted(len(sentences), 'problem')}",
-        TextLines(*(sentences if len(sentences) > 1 else ()), "Nothing was started."),
-        "All keys with what they mean: ckptool train --init",
-    )
+    what = sentences[0] if len(sentences) == 1 else f"{path}: {counted(len(sentences), 'problem')}"
+    why = TextLines(*(sentences if len(sentences) > 1 else ()), "Nothing was started.")
+    raise UsageError(what, why, "All keys with what they mean: ckptool train --init")
 
 
 def _meant(place: Place, values: dict[str, Any]) -> str:
@@ -166,11 +164,6 @@ def _set(values: Any, place: Place, value: Any) -> None:
         elif isinstance(values, dict) and values.get(part) is None:
             values[part] = {}
         values = values[part]
-
-
-def written(config: Config) -> str:
-    """The configuration as YAML, every default filled in."""
-    return run_folder.dumped(config.dumped())
 
 
 # YAML ----------------------------------------------------------------------------------------------------------------
@@ -341,10 +334,7 @@ def begun(folder: str) -> str:
     model, run = os.path.join(folder, "model.py"), os.path.join(folder, "run.yaml")
     if existing := [path for path in (model, run) if os.path.lexists(path)]:
         raise OutputExists(f"{existing[0]} already exists", "Nothing was written.", "Name another folder.")
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise file_problem(error, folder, "make the folder") from error
+    make_folder(folder)
     write_text(model, Path(__file__).with_name("model.py.txt").read_text(encoding="utf-8"))
     write_text(run, example(**_OWN))
     return f"wrote {printable(model)} and {printable(run)}\ntrain it: {command('train', run)}\n"

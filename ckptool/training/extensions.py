@@ -144,22 +144,18 @@ def name_culprits() -> Iterator[None]:
         if isinstance(error, (CkptoolError, MemoryError, RecursionError)):
             raise
         frames = traceback.extract_tb(error.__traceback__)
-        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         last, users = frames[-1], [number for number, frame in enumerate(frames) if is_theirs(frame.filename)]
         if users:
             frame = frames[users[-1]]
-            raise UserCodeFailed(
-                f"{frame.filename}:{frame.lineno} raised {what}",
-                TextLines(*"".join(traceback.format_list(frames[users[0] :])).rstrip().split("\n")),
-                "The error is in your code, not in ckptool.",
-            ) from error
+            what = f"{frame.filename}:{frame.lineno} raised {problem}"
+            why = TextLines(*"".join(traceback.format_list(frames[users[0] :])).rstrip().split("\n"))
+            raise UserCodeFailed(what, why, "The error is in your code, not in ckptool.") from error
         if last.filename.startswith(OURS) and not type(error).__module__.startswith("torch"):
             raise  # a bug in ckptool
-        raise RunFailed(
-            f"training stopped: {what}",
-            f"It was raised in {last.name} ({last.filename}:{last.lineno}).",
-            "Check that the data, the model, the optimizer and their args fit each other.",
-        ) from error
+        what = f"training stopped: {problem}"
+        fix = "Check that the data, the model, the optimizer and their args fit each other."
+        raise RunFailed(what, f"It was raised in {last.name} ({last.filename}:{last.lineno}).", fix) from error
 
 
 def is_theirs(file: str) -> bool:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckptool.bridge.user_code import call_user_code
-from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import arg
 from ckptool.errors import CkptoolError, MissingExtra
+from ckptool.output.durable import write_problems
 from ckptool.training.config import Profile
 from ckptool.training.extensions import Choice, numbers
 from ckptool.training.parallel import is_divided
@@ -151,10 +151,8 @@ class Profiler:
             self.profiler.start()
 
     def _write(self, profile: torch.profiler.profile) -> None:
-        try:
+        with write_problems(self.path, "write the trace to"):
             profile.export_chrome_trace(self.path)
-        except OSError as error:
-            raise file_problem(error, self.path, "write the trace to") from error
         write_text(self.table, str(profile.key_averages().table(sort_by=self.by, row_limit=20)))
         self.written = self.table
 
@@ -182,11 +180,9 @@ class Board:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise MissingExtra(
-                "log.tensorboard needs the package tensorboard, which is not installed",
-                "Nothing was trained. metrics.jsonl holds the same numbers.",
-                f"pip install tensorboard; or turn it off: {arg(set='log.tensorboard=false')}",
-            ) from error
+            what = "log.tensorboard needs the package tensorboard, which is not installed"
+            fix = f"pip install tensorboard; or turn it off: {arg(set='log.tensorboard=false')}"
+            raise MissingExtra(what, "Nothing was trained. metrics.jsonl holds the same numbers.", fix) from error
         writer: Any = SummaryWriter
         self.writer = writer(os.path.join(folder, "tensorboard"), purge_step=step + 1)
 

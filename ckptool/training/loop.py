@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from difflib import get_close_matches
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,10 @@ from ckptool.training.config import Config
 from ckptool.training.data import Batch
 from ckptool.training.extensions import numbers
 from ckptool.training.hooks import Hooks
-from ckptool.training.optim import clip_gradients
+from ckptool.training.optim import clip_gradients, parameters_of
 from ckptool.training.parallel import unsynchronised
 from ckptool.training.rng import seed_all
+from ckptool.training.state import evaluation_mode
 from ckptool.training.tasks import Phase
 
 if TYPE_CHECKING:
@@ -108,11 +109,9 @@ def remember(trainer: Trainer, metrics: dict[str, float]) -> None:
         return  # nothing is held out
     if settings.metric not in metrics:
         close = get_close_matches(settings.metric, metrics, 1, 0)
-        raise UsageError(
-            f"eval.metric is {settings.metric}, which the task does not give",
-            f"It gives: {', '.join(metrics)}." if metrics else "No data is held out to evaluate on.",
-            arg(set=f"eval.metric={close[0]}" if close else "stop.patience=null"),
-        )
+        what = f"eval.metric is {settings.metric}, which the task does not give"
+        why = f"It gives: {', '.join(metrics)}." if metrics else "No data is held out to evaluate on."
+        raise UsageError(what, why, arg(set=f"eval.metric={close[0]}" if close else "stop.patience=null"))
     if trainer.step % trainer.eval_every:
         return
     value = metrics[settings.metric]
@@ -184,11 +183,8 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
             form = (
                 f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else with_article(type(loss).__name__)
             )
-            raise UsageError(
-                f"task: the loss of {task} is {form}, not a tensor of one element",
-                "Gradients are computed from it.",
-                "Return the mean over the batch.",
-            )
+            what = f"task: the loss of {task} is {form}, not a tensor of one element"
+            raise UsageError(what, "Gradients are computed from it.", "Return the mean over the batch.")
         loss = loss.reshape(())
         # Weighted by samples, so that a last, partial window counts as what it is; processes are averaged.
         weight = batch.size * world.size / count
@@ -197,7 +193,7 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
             scaled = scaler.scale(scaled) if scaler is not None else scaled
             call_user_code(torch.autograd.backward, "task", task, scaled)
         losses.append((loss.detach(), batch.size))
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
     if scaler is not None and gradients:
         scaler.unscale_(optimizer)
     hooks.call("after_backward", trainer, phase.model)
@@ -219,11 +215,9 @@ def _phase(trainer: Trainer, phase: Phase, number: int, batches: Sequence[Batch]
         if stepped:
             trainer.task.stepped.add(phase.model)
     elif config.train.on_nonfinite == "stop":
-        raise NotFinite(
-            f"the loss or a gradient of step {trainer.step + 1} is not finite (loss {value})",
-            "The run stopped there; its checkpoints are unchanged.",
-            f"Skip such steps: {arg(set='train.on_nonfinite=skip')}; or clip gradients, or lower the learning rate.",
-        )
+        what = f"the loss or a gradient of step {trainer.step + 1} is not finite (loss {value})"
+        fix = f"Skip such steps: {arg(set='train.on_nonfinite=skip')}; or clip gradients, or lower the learning rate."
+        raise NotFinite(what, "The run stopped there; its checkpoints are unchanged.", fix)
     elif scaler is not None and gradients:
         scaler.update()  # ends its record of this step's gradients
     return value
@@ -279,29 +273,14 @@ def measured(
     metrics: Any = {}
     with closing(trainer.data.validation(world.device, trainer.epoch, on)) as samples:
         seed_all(world.device, config.seed, "eval", trainer.step)
-        with _evaluating(trainer), torch.no_grad(), autocast(config, world.device), suppress(_Stopped):
+        models = trainer.models.values()
+        with evaluation_mode(models), autocast(config, world.device), ExitStack() as averaged, suppress(_Stopped):
+            for average in trainer.averages.values() if config.eval.ema else ():
+                averaged.enter_context(average.in_place())
             metrics = call_user_code(trainer.task.evaluate, "task", config.task, trainer.models, batches(samples))
     if world.any_rank(stopped):
         return None
     return world.broadcast(numbers(metrics, "task", f"evaluate of {config.task}"))  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _evaluating(trainer: Trainer) -> Iterator[None]:
-    """Puts models into evaluation mode, with `eval.ema` on the averages of their weights; restores both afterwards."""
-    modes = [(module, module.training) for model in trainer.models.values() for module in model.modules()]
-    for model in trainer.models.values():
-        model.eval()
-    with ExitStack() as averaged:
-        try:
-            for average in trainer.averages.values() if trainer.config.eval.ema else ():
-                averaged.enter_context(average.in_place())
-            yield
-        finally:
-            for model in trainer.models.values():
-                model.train()
-            for module, mode in modes:
-                module.training = mode
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:

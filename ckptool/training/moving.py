@@ -44,8 +44,8 @@ def reachable(objects: Mapping[str, Any], seen: dict[int, Any] | None = None) ->
     """A snapshot: name -> `KIND: DIGEST` of all that can change and is reachable from the objects; short values are not
     digested. And name -> object for all objects that were met on the way.
 
-    Left out: parameters, the global generators of libraries (see `random_states`), `SystemRandom`, activations, the
-    state of optimizers, and what cannot be read. Bounded by `MAX_OBJECTS`; never raises.
+    Left out: parameters, the global generators of libraries, `SystemRandom`, activations, the state of optimizers, and
+    what cannot be read. Bounded by `MAX_OBJECTS`; never raises.
     seen: objects to skip, by id; those that were met are added.
     """
     entries: dict[str, str] = {}
@@ -92,20 +92,6 @@ def unsaved(before: Mapping[str, str], after: Mapping[str, str], saved_names: Co
     # A part of `model`, and of `model.bn`, is `model.bn.count`.
     owners = {name: [name, *(name[:at] for at, letter in enumerate(name) if letter in ".[#")] for name in moved}
     return {name: kind_of(after[name]) for name in moved if not any(owner in saved_names for owner in owners[name])}
-
-
-def random_states() -> dict[str, str]:
-    """Library or device -> digest of its global generator: torch, cuda:0, numpy, python."""
-    digests = {"python": digest(_python_bytes(random.getstate()))}
-    with suppress(Exception):
-        numpy = sys.modules["numpy"].random
-        digests["numpy"] = digest(_state_bytes(numpy.get_state(legacy=False)))
-    with suppress(Exception):
-        torch = sys.modules["torch"]
-        digests["torch"] = digest(torch.default_generator.get_state().numpy())
-        for number, generator in enumerate(torch.cuda.default_generators if torch.cuda.is_initialized() else ()):
-            digests[f"cuda:{number}"] = digest(generator.get_state().numpy())
-    return digests
 
 
 def kind_of(entry: str) -> str:
@@ -223,7 +209,8 @@ def _generator_state(value: Any) -> bytes | None:
     """The state of a generator; empty for global ones and the system's. None for other objects."""
     if random.Random in type(value).__mro__:
         shared = random.SystemRandom in type(value).__mro__ or value is getattr(random, "_inst", None)
-        return b"" if shared else _python_bytes(random.Random.getstate(value))
+        version, numbers, *gauss = random.Random.getstate(value)  # for whose 625 numbers `repr` takes ten times as long
+        return b"" if shared else array("Q", numbers).tobytes() + repr((version, gauss)).encode()
     if _is(value, "torch", "Generator"):
         torch = sys.modules["torch"]
         shared = any(value is generator for generator in (torch.default_generator, *torch.cuda.default_generators))
@@ -236,12 +223,6 @@ def _generator_state(value: Any) -> bytes | None:
         shared = value is getattr(sys.modules["numpy"].random.get_state, "__self__", None)
         return b"" if shared else _state_bytes(value.get_state(legacy=False))
     return None
-
-
-def _python_bytes(state: tuple[Any, ...]) -> bytes:
-    """The bytes of a `random.getstate()`: 625 numbers, for which `repr` takes ten times as long."""
-    version, numbers, *gauss = state
-    return array("Q", numbers).tobytes() + repr((version, gauss)).encode()
 
 
 def _state_bytes(state: Any) -> bytes:

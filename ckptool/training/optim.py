@@ -85,7 +85,7 @@ def build_optimizer(model: nn.Module, settings: Optim, parameters: Parameters | 
     # Without names, which not every optimizer of a user takes, and without groups if the configuration has none.
     params = groups if settings.groups or not groups else groups[0]["params"]
     optimizer: torch.optim.Optimizer = OPTIMIZERS.make(settings.name, {"lr": settings.lr, **settings.args}, params)
-    ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    ids = list(map(id, parameters_of(optimizer)))
     if sorted(ids) != sorted(names):
         left_out = [name for key, name in names.items() if key not in ids]
         why = f"It left out {listed(left_out)}." if left_out else "It steps others, too."
@@ -126,12 +126,17 @@ class Update:
             optimizer.step()
 
 
+def parameters_of(optimizer: torch.optim.Optimizer | Update) -> list[nn.Parameter]:
+    """The parameters of an optimizer, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer | Update, clip: Clip) -> None:
     """Clips the gradients of an optimizer's parameters, to a norm or to a value, in place."""
-    chosen = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    chosen = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
     if clip.norm is not None:
         nn.utils.clip_grad_norm_(chosen, clip.norm)
     elif clip.value is not None:
@@ -252,12 +257,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], wher
     """
     saved_groups = [list(group.get("param_names", ())) for group in saved.get("param_groups", ())]
     if list(map(sorted, names)) != list(map(sorted, saved_groups)):
-        raise Conflict(
-            f"{where}: the optimizer has the groups {_shown(names)}, the checkpoint {_shown(saved_groups)}",
-            "The state of one parameter would be given to another.",
-            "Give the optimizer these groups before its state is loaded",
-        )
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        what = f"{where}: the optimizer has the groups {_shown(names)}, the checkpoint {_shown(saved_groups)}"
+        why = "The state of one parameter would be given to another."
+        raise Conflict(what, why, "Give the optimizer these groups before its state is loaded")
+    parameters = parameters_of(optimizer)
     indices, saved_names = {name: position for position, name in enumerate(chain(*names))}, list(chain(*saved_groups))
     state: dict[Any, Any] = {}
     for index, slots in saved.get("state", {}).items():

@@ -27,28 +27,6 @@ def capture(generators: Mapping[str, Any], *, with_global: bool = True) -> State
     return {**state, "generators": {name: _get_state(generator) for name, generator in generators.items()}}
 
 
-def moved(state: State, before: State) -> set[str]:
-    """The names in a state whose value is new or changed; of the named generators, only those of `state` count."""
-    generators = {name: before.get("generators", {}).get(name) for name in state.get("generators", ())}
-    before = {**before, "generators": generators}
-    return {name for name, value in state.items() if not same(value, before.get(name))}
-
-
-def same(one: Any, other: Any) -> bool:
-    """True for plain values and tensors that are known to be equal."""
-    if isinstance(one, torch.Tensor):
-        like = isinstance(other, torch.Tensor) and one.shape == other.shape and one.dtype == other.dtype
-        try:
-            return like and (torch.equal(one, other) or torch.allclose(one, other, 0, 0, equal_nan=True))
-        except RuntimeError:  # torch cannot tell it of sparse tensors
-            return False
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)) and type(one) is type(other):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one is other or bool(one == other)
-
-
 def _global_generators() -> dict[str, Any]:
     """The global generators on the CPU: Python's, torch's, and numpy's where it is imported."""
     numpy = {"numpy": sys.modules["numpy"].random.mtrand._rand} if "numpy" in sys.modules else {}
@@ -75,7 +53,7 @@ def restore(state: State, generators: Mapping[str, Any]) -> None:
             if isinstance(generator, torch.Generator):
                 generator.set_state(state_of)
             elif isinstance(generator, random.Random):
-                generator.setstate(_as_tuples(state_of))
+                generator.setstate(state_of)
             elif hasattr(generator, "set_state"):
                 generator.set_state(_arrays(state_of))
             else:
@@ -128,10 +106,6 @@ def _arrays(value: Any) -> Any:
         kind = numpy.uint32 if value.keys() >= {"key", "pos"} else numpy.uint64
         return {key: numpy.array(v, kind) if isinstance(v, list) else _arrays(v) for key, v in value.items()}
     return value
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 # A seed and a place ---------------------------------------------------------------------------------------------------

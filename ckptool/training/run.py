@@ -26,13 +26,12 @@ from ckptool.training import LOOP, rng, run_folder
 from ckptool.training.batches import Position, batches_of, generators_of, workers_spared
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
-from ckptool.training.saving import Saver, checked_rules, loaded, number, refuse_not_plain, to_cpu
+from ckptool.training.saving import Saver, checked_rules, loaded, moved, number, refuse_not_plain, state_digest, to_cpu
 from ckptool.training.seen import Looks
-from ckptool.training.state import SUFFIX, Objects, Window, ranks_with_own, with_own
+from ckptool.training.state import SUFFIX, Objects, Window, evaluation_mode, ranks_with_own, with_own
 from ckptool.training.stopping import SIGNALS, Stopping, counters_around, left_by_break, loop_frame, stopping
 from ckptool.training.store import LOGGED, Retention, RunFolder, SavedState
 
-ELSEWHERE = "ckptool.Run('OTHER', …)"
 _OPEN: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
 
 
@@ -128,13 +127,7 @@ class Run:
         try:
             newest = self.world.first(lambda: self.folder.newest_valid(verify, self.say))
             self.resumed, self._logged = newest is not None, 0 if newest is None else newest.sidecar.get(LOGGED)
-            self._saver = Saver(
-                self.folder,
-                self.world,
-                background=save_async,
-                step=newest.step if newest else None,
-                resume="run the script again: it resumes by itself",
-            )
+            self._saver = Saver(self.folder, self.world, save_async, newest.step if newest else None)
             if newest is not None:
                 steps = self.world.first(lambda: [s.step for s in self.folder.all() if not s.is_stop])
                 self._counted = max((step for step in steps if step <= newest.step), default=None)
@@ -206,12 +199,6 @@ class Run:
         refuse_not_plain(value, f"run[{name!r}]")
         self.values[name] = value
 
-    def __getattr__(self, name: str) -> Any:
-        why = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name == "due":  # of 0.1.0
-            why = "`run.due` is gone: run.save(every=500, val=evaluate) marks, and calls evaluate when it is due"
-        raise AttributeError(why, name=name, obj=self)
-
     def __contains__(self, name: object) -> bool:
         return name in self.values
 
@@ -248,7 +235,7 @@ class Run:
 
     def _point(self) -> Point:
         now, position = self._capture(self._generators()), self.position
-        self._drawn |= rng.moved(now, self._initial_random) - {"generators"}
+        self._drawn |= moved(now, self._initial_random) - {"generators"}
         rank = {**position.rank_state(), "now": now}
         for key in rank.keys() & {"now", "epoch_start", "body_start"}:
             drawn = {*self._drawn, "generators"}  # others may differ in every process
@@ -276,7 +263,8 @@ class Run:
         where = saved.path
         tree = loaded(where, self.objects.in_parts)
         if "rng_state" not in tree or "ranks" not in tree["rng_state"]:
-            raise Conflict(f"{where} was not saved by ckptool.Run", "", f"Start in another folder: {ELSEWHERE}")
+            fix = f"Start in another folder: {self.folder.elsewhere}"
+            raise Conflict(f"{where} was not saved by ckptool.Run", "", fix)
         self.objects.refuse_others(tree, where)
         for name, groups in self._options.items():  # which loading the states overwrites
             for index, (before, now) in enumerate(zip(tree["options"].get(name, ()), groups, strict=False)):
@@ -290,11 +278,8 @@ class Run:
         self._take(tree, where)
         ranks = tree["rng_state"]["ranks"]
         if tree["rng_state"]["seed"] != self._seed:
-            raise Conflict(
-                f"{where} was saved with seed={tree['rng_state']['seed']!r}, the script has seed={self._seed!r}",
-                "The run would continue with different random numbers.",
-                "Use the same seed",
-            )
+            what = f"{where} was saved with seed={tree['rng_state']['seed']!r}, the script has seed={self._seed!r}"
+            raise Conflict(what, "The run would continue with different random numbers.", "Use the same seed")
         if len(ranks) != self.world.size:
             change = f"saved by {counted(len(ranks), 'process', 'processes')}, resumed by {self.world.size:,}"
             why = "random states do not carry over, so results differ: ckptool.Run(…, seed=7) derives them"
@@ -355,17 +340,13 @@ class Run:
         length = {kind: count for kind, count in (("steps", steps), ("epochs", epochs)) if count is not None}
         if len(length) != (not nested):
             takes = "neither steps nor epochs inside run.epochs" if nested else "exactly one of steps and epochs"
-            raise UsageError(
-                f"run.batches takes {takes}",
-                "",
-                "run.batches(loader, steps=10_000); or inside `for epoch in run.epochs(4)`: run.batches(loader)",
-            )
+            what = f"run.batches takes {takes}"
+            fix = "run.batches(loader, steps=10_000); or inside `for epoch in run.epochs(4)`: run.batches(loader)"
+            raise UsageError(what, "", fix)
         if hasattr(loader, "__next__"):
-            raise UsageError(
-                f"run.batches was given {type(loader).__name__}, an iterator, which ends with its first epoch",
-                "It cannot start over, neither for the next epoch nor to resume.",
-                "Give the loader itself, or a function that returns an iterator: run.batches(lambda: zip(a, b))",
-            )
+            what = f"run.batches was given {type(loader).__name__}, an iterator, which ends with its first epoch"
+            fix = "Give the loader itself, or a function that returns an iterator: run.batches(lambda: zip(a, b))"
+            raise UsageError(what, "It cannot start over, neither for the next epoch nor to resume.", fix)
         self.position.loader = loader
         if nested:
             return self._tracked(self._one_epoch(self._epoch_of(loader), {}))
@@ -486,11 +467,9 @@ class Run:
     def _looping(self, name: str) -> Iterator[None]:
         """A loop from its beginning, or where the checkpoint left off, to its end."""
         if self._loop:
-            raise UsageError(
-                f"{name} was called inside {self._loop}",
-                "Steps of nested loops cannot be distinguished.",
-                "Nest like this: for epoch in run.epochs(4): for step, batch in run.batches(loader): …",
-            )
+            what = f"{name} was called inside {self._loop}"
+            fix = "Nest like this: for epoch in run.epochs(4): for step, batch in run.batches(loader): …"
+            raise UsageError(what, "Steps of nested loops cannot be distinguished.", fix)
         self._begin_resumed(nested=name == "run.epochs")
         self._loop, first, self._raised = name, self.step, False
         try:
@@ -527,7 +506,7 @@ class Run:
         if (resumed := self._resumed) is None:
             return
         inside, options = nested and self.position.batch > 0, self.objects.options()
-        changed = [name for name, saved in resumed.values.items() if not rng.same(self.values[name], saved)]
+        changed = [n for n, saved in resumed.values.items() if state_digest(saved) != state_digest(self.values[n])]
         self.values |= {name: to_cpu(resumed.values[name], copied=True) for name in changed}
         objects = [name for name, groups in options.items() if groups != resumed.options[name]]
         self.objects.set_flags(resumed.flags)
@@ -543,7 +522,7 @@ class Run:
         for module in self.objects.modules.values() if inside else ():
             self._caught.callback(module.register_forward_pre_hook(self._note_call).remove)
         now = self._capture(self.objects.generators)
-        if self._seed is None and resumed.random is not None and rng.moved(now, resumed.random):
+        if self._seed is None and resumed.random is not None and moved(now, resumed.random):
             self._say_once(
                 "random numbers were drawn, or an iterator of data begun, between ckptool.Run(…) and the first step of "
                 "this resumed process. A batch that was fetched there is not the one that the stopped process had: "
@@ -653,11 +632,9 @@ class Run:
         if self._closed or (self.folder.lock is not None and self.folder.lock.fd < 0):
             raise UsageError("the run is closed", "It has released its lock.", "Create a new ckptool.Run")
         if averaged := self.objects.averaging_optimizer():
-            raise UsageError(
-                f"{averaged} is in evaluation mode",
-                "Its weights are the averages now; training cannot continue from those.",
-                f"Call {averaged}.train() before the step ends",
-            )
+            what = f"{averaged} is in evaluation mode"
+            why = "Its weights are the averages now; training cannot continue from those."
+            raise UsageError(what, why, f"Call {averaged}.train() before the step ends")
         self._measure()
         first = self._saver.step is None
         facts = {**self._facts(point), **(facts or {})}
@@ -737,16 +714,8 @@ class Run:
 
         So an evaluation has no effect on training, however often it is done.
         """
-        parts = [part for module in modules or self.objects.modules.values() for part in module.modules()]
-        modes = [(part, part.training) for part in parts]
-        with rng.forked(self._generators()), torch.no_grad():
-            for part in parts:
-                part.training = False
-            try:
-                yield
-            finally:
-                for part, mode in modes:
-                    part.training = mode
+        with rng.forked(self._generators()), evaluation_mode(modules or self.objects.modules.values()):
+            yield
 
 
 def finish_left(run: weakref.ref[Run], saver: Saver, say: Callable[[str], Any]) -> None:
@@ -791,4 +760,4 @@ def _opened(folder: str, rules: Retention, world: World) -> RunFolder:
         "eval": {"metric": rules.metric, "mode": rules.mode},
     }
     goes_on = world.first(lambda: run_folder.is_run(folder))
-    return run_folder.opened(folder, settings, rules, world, goes_on=goes_on, elsewhere=ELSEWHERE)
+    return run_folder.opened(folder, settings, rules, world, goes_on=goes_on)

@@ -25,11 +25,12 @@ import yaml
 
 from ckptool import __version__
 from ckptool.checkpoint.files import open_regular, read_small_text
-from ckptool.checkpoint.paths import file_problem, is_url, refused_place
+from ckptool.checkpoint.paths import is_url, refused_place
 from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, UsageError
 from ckptool.formats import PathLike
 from ckptool.output import make_folder, sweep_folder
+from ckptool.output.durable import write_problems
 from ckptool.training import CHANGED, CONFIG, HISTORY, LOOP, METRICS
 from ckptool.training import is_run as seems_run
 from ckptool.training.reports import GOOD, RunCheckpoint, RunReport
@@ -49,13 +50,13 @@ def to_stderr(text: str) -> None:
     sys.stderr.write(f"ckptool: {text}\n")
 
 
-def create(
-    folder: str, settings: dict[str, Any], retention: Retention, elsewhere: str | Command = OTHER_RUN
-) -> RunFolder:
+def create(folder: str, settings: dict[str, Any], retention: Retention) -> RunFolder:
     """A new run in its folder; one that was begun there and never saved begins again. settings: recorded in run.yaml.
 
     Raises `Conflict` where there is one already, or files that no run wrote, `FileProblem` where it cannot be made.
     """
+    run = RunFolder(folder, secrets.token_hex(16), retention, by_script=LOOP in settings)
+    elsewhere = run.elsewhere
     if os.path.lexists(folder) and not os.path.isdir(folder):
         what = f"cannot make the run {folder}: it is a file"
         raise FileProblem(what, "A run is a folder.", f"Name another: {elsewhere}")
@@ -64,52 +65,44 @@ def create(
     names, text = [name for name in (METRICS, HISTORY, CONFIG) if os.path.lexists(os.path.join(folder, name))], ""
     with suppress(CkptoolError):
         text = read_small_text(os.path.join(folder, CONFIG), "a configuration", MAX_CONFIG) if names else ""
-    run_id = secrets.token_hex(16)
     if (match := _ID.search(text)) and _signed(match[1], values_of(text)) == text:  # exactly as the run wrote it
         _refuse_foreign(folder, names[:-1], elsewhere)
-        run_id = match[1]
+        run.id = match[1]
     elif names:
         raise not_ours(folder, names, elsewhere)
     make_folder(folder)
-    run = RunFolder(folder, run_id, retention, Lock(folder, elsewhere), elsewhere)
+    run.lock = Lock(folder, elsewhere)
     try:
         _refuse_run(folder, elsewhere)  # another process may have saved before it released the lock
         make_folder(run.checkpoints)
         # The history of a run that never saved is dropped, but for the names of the files that it wrote.
         run.history.keep(lambda fact: fact.get("event") == "writes")
         # The configuration comes last, and makes the folder a run: a process killed before it begins again.
-        write_text(os.path.join(folder, CONFIG), _signed(run_id, settings))
+        write_text(os.path.join(folder, CONFIG), _signed(run.id, settings))
     except BaseException:
         run.close()
         raise
     return run
 
 
-def reopen(folder: str, retention: Retention, *, write: bool = True, elsewhere: str | Command = OTHER_RUN) -> RunFolder:
+def reopen(folder: str, retention: Retention, *, write: bool = True) -> RunFolder:
     """An existing run. Raises `Conflict` where its files are something else's."""
-    _refuse_foreign(folder, (HISTORY, METRICS), elsewhere)
-    run_id, _ = recorded(folder)
-    run = RunFolder(folder, run_id, retention, Lock(folder, elsewhere) if write else None, elsewhere)
+    run_id, text = recorded(folder)
+    run = RunFolder(folder, run_id, retention, by_script=LOOP in values_of(text))
+    _refuse_foreign(folder, (HISTORY, METRICS), run.elsewhere)
     if write:
+        run.lock = Lock(folder, run.elsewhere)
         make_folder(run.checkpoints)
         sweep_folder(run.checkpoints)
     return run
 
 
-def opened(
-    folder: str,
-    settings: dict[str, Any],
-    retention: Retention,
-    world: World,
-    *,
-    goes_on: bool,
-    elsewhere: str | Command = OTHER_RUN,
-) -> RunFolder:
+def opened(folder: str, settings: dict[str, Any], retention: Retention, world: World, *, goes_on: bool) -> RunFolder:
     """A new run, or with `goes_on` an existing one. Only the first process creates it and has its lock."""
     begin = partial(reopen, folder) if goes_on else partial(create, folder, settings)
     runs: list[RunFolder] = []
-    world.first(lambda: runs.append(begin(retention, elsewhere=elsewhere)))
-    return runs[0] if runs else reopen(folder, retention, write=False, elsewhere=elsewhere)
+    world.first(lambda: runs.append(begin(retention)))
+    return runs[0] if runs else reopen(folder, retention, write=False)
 
 
 def is_run(folder: str) -> bool:
@@ -151,11 +144,9 @@ def _refuse_run(folder: str, elsewhere: str | Command) -> None:
     if not checkpoints_in(folder):
         return
     if is_run(folder):
-        raise Conflict(
-            f"{folder} is a run already",
-            "It was left as it is.",
-            f"Resume it: {command('resume', folder)}; or name another folder: {elsewhere}",
-        )
+        what = f"{folder} is a run already"
+        why = "It was left as it is."
+        raise Conflict(what, why, f"Resume it: {command('resume', folder)}; or name another folder: {elsewhere}")
     raise _without_config(folder, elsewhere)
 
 
@@ -224,10 +215,8 @@ class Lock:
     def __init__(self, folder: str, elsewhere: str | Command = OTHER_RUN) -> None:
         path = os.path.join(folder, "lock")
         existed = os.path.lexists(path)
-        try:
+        with write_problems(path):
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-        except OSError as error:
-            raise file_problem(error, path, "write") from error
         _HELD.add(self)
         deadline = time.monotonic() + PATIENCE
         try:
@@ -238,11 +227,9 @@ class Lock:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         holder = os.pread(self.fd, 300, 0).decode("utf-8", "replace").strip()
-                        raise Conflict(
-                            f"{folder} is being written by another process ({holder or 'unknown'})",
-                            "Two trainers in one run would mix their checkpoints.",
-                            f"Wait for it, stop it, or name another folder: {elsewhere}",
-                        ) from None
+                        what = f"{folder} is being written by another process ({holder or 'unknown'})"
+                        fix = f"Wait for it, stop it, or name another folder: {elsewhere}"
+                        raise Conflict(what, "Two trainers in one run would mix their checkpoints.", fix) from None
                     time.sleep(0.05)
             content = os.pread(self.fd, 300, 0)
             if not existed or _HOLDER.fullmatch(content):  # else it is not ours: a lock works without a name in it

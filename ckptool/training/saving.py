@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import threading
 import time
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -32,18 +32,14 @@ class Saver:
     """Commits the state after a step, then prunes. step: of the newest checkpoint, committed or being written.
 
     background: a thread writes a copy of the state, at most one at a time; the next `wait` raises what went wrong.
-    resume: what to type to resume, for the error of a full disk.
     """
 
-    def __init__(
-        self, run: RunFolder, world: World, *, background: bool = False, step: int | None = None, resume: str = ""
-    ) -> None:
-        self.run, self.world, self.step, self.resume = run, world, step, resume
+    def __init__(self, run: RunFolder, world: World, background: bool, step: int | None) -> None:
+        self.run, self.world, self.step = run, world, step
         self._writers = world  # of sharded tensors; a thread has a process group of its own
-        self._staging = Staging() if background else None
+        self._memory: list[Storage] | None = [] if background else None  # of the last copy
         self._saved_at = time.monotonic()
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._writing: Future[None] | None = None
 
     def save(self, step: int, gather: Callable[[], Tree], facts: Tree) -> None:
         """Saves the state after `step` steps; all processes take part. The first one writes; where tensors are sharded,
@@ -52,20 +48,21 @@ class Saver:
         gather: returns the tree to write, in every process.  facts: for the sidecar.
         """
         self.wait()
-        move = self._staging.copied if self._staging is not None else to_cpu
-        moved: list[Tree] = []
-        self.world.each(lambda: moved.append(move(gather())))
+        background, moved = self._memory is not None, list[Tree]()
+        self.world.each(lambda: moved.append(to_cpu(gather(), copied=background, memory=self._memory)))
         tree = moved[0]
         divided = has_divided(tree)
-        if divided and self._staging and self._writers is self.world and self.world.distributed:
+        if divided and background and self._writers is self.world and self.world.distributed:
             group = torch.distributed.new_group(backend="gloo")  # of the thread: the processes train meanwhile
             self._writers = replace(self.world, device=torch.device("cpu"), group=group)
         writes = self.world.is_first or divided
-        if self._staging is None:
+        if not background:
             self.world.each(lambda: self._commit(step, tree, facts) if writes else None)
         elif writes:
-            self._thread = threading.Thread(target=self._in_thread, args=(step, tree, facts), name="ckptool-save")
-            self._thread.start()
+            thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ckptool-save")
+            # The copy is its own alone, and so gone before the next one is made.
+            self._writing = thread.submit(lambda: self._commit(step, moved.pop(), facts))
+            thread.shutdown(wait=False)  # it ends with its work: loaders fork
         self.step, self._saved_at = step, time.monotonic()
 
     def is_late(self, seconds: float | None) -> bool:
@@ -74,36 +71,19 @@ class Saver:
 
     def wait(self) -> None:
         """Waits for the thread that writes, and raises in every process what went wrong."""
-        error = self._join()
-
-        def fail() -> None:
-            if error is not None:
-                raise error
-
-        if self._staging is not None:
-            self.world.each(fail)
+        writing, self._writing = self._writing, None
+        if self._memory is not None:
+            self.world.each(lambda: writing.result() if writing is not None else None)
 
     def finish(self, say: Callable[[str], Any] = lambda text: None) -> None:
         """Waits for the thread that writes, reports its error, which nothing raises any more, and releases the lock."""
-        error = self._join()
+        writing, self._writing = self._writing, None
+        error = writing.exception() if writing is not None else None
         self.run.close()
-        if self._staging is not None:
-            self._staging = Staging()  # frees its memory
+        if self._memory is not None:
+            self._memory.clear()
         if error is not None:
             say(f"the last save failed: {error}")
-
-    def _join(self) -> Exception | None:
-        """Waits for the thread; returns the error in it, if any."""
-        if self._thread is not None:
-            self._thread.join()
-        error, self._thread, self._error = self._error, None, None
-        return error
-
-    def _in_thread(self, *save: Any) -> None:
-        try:
-            self._commit(*save)
-        except Exception as error:  # noqa: BLE001  raised by `wait`
-            self._error = error
 
     def _commit(self, step: int, tree: Tree, facts: Tree) -> None:
         try:
@@ -113,7 +93,7 @@ class Saver:
                 saved = self.run.commit(step, tree, facts)
         except DiskFull as error:
             error.why = "Existing checkpoints stay as they are."
-            error.fix = Text(f"Make room, then {self.resume}")
+            error.fix = Text(f"Make room, then {self.run.way_on}")
             raise
         if self.world.is_first:
             pruned = self.run.prune()
@@ -128,42 +108,31 @@ def loaded(path: str, parts: Callable[[str], bool] = lambda key: False) -> Any:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-class Staging:
-    """Copies of states, for the thread that writes them. Each copy overwrites the last one: they share their memory."""
+def to_cpu(tree: Any, *, copied: bool = False, memory: list[Storage] | None = None) -> Any:
+    """A tree with its tensors on the CPU, which share memory as before. copied: copies those already there, too.
 
-    def __init__(self) -> None:
-        self._memory: list[Storage] = []
+    memory: of the last copy, which this one overwrites; memory is allocated for sizes that it did not have.
+    """
+    free: dict[int, list[Storage]] = {}
+    for storage in memory or ():
+        free.setdefault(storage.nbytes(), []).append(storage)
+    moved: dict[int, Storage] = {}
 
-    def copied(self, tree: Any) -> Any:
-        """A copy of a tree, its tensors on the CPU. Memory is allocated for sizes that the last one did not have."""
-        free: dict[int, list[Storage]] = {}
-        for memory in self._memory:
-            free.setdefault(memory.nbytes(), []).append(memory)
-        moved: dict[int, Storage] = {}
+    def copy(storage: Storage) -> Storage:
+        reusable, size = free.get(storage.nbytes()), storage.nbytes()
+        target: Storage = reusable.pop() if reusable else _new_storage(size)
+        if storage.device.type != "cpu":
+            return target.copy_(storage)
+        ctypes.memmove(target.data_ptr(), storage.data_ptr(), size)  # 3 to 8 times as fast as torch's threads
+        return target
 
-        def copy(storage: Storage) -> Storage:
-            reusable, size = free.get(storage.nbytes()), storage.nbytes()
-            target: Storage = reusable.pop() if reusable else _new_storage(size)
-            if storage.device.type != "cpu":
-                return target.copy_(storage)
-            ctypes.memmove(target.data_ptr(), storage.data_ptr(), size)  # 3 to 8 times as fast as torch's threads
-            return target
-
-        result = _moved(tree, copy, moved, _shared(tree))
-        self._memory = list(moved.values())
-        return result
-
-
-def to_cpu(tree: Any, *, copied: bool = False) -> Any:
-    """A tree with its tensors on the CPU, which share memory as before. copied: copies those already there, too."""
-    return Staging().copied(tree) if copied else _moved(tree, _new_storage.cpu, {}, _shared(tree))
-
-
-def _shared(tree: Any) -> set[int]:
-    """The storages in which several tensors of a tree are."""
     parts = (local(tensor.detach()) for tensor in tensors(tree))
     counts = Counter(part.untyped_storage()._cdata for part in parts if _is_plain(part))
-    return {storage for storage, count in counts.items() if count > 1}
+    several = {storage for storage, count in counts.items() if count > 1}  # those in which several tensors are
+    result = _moved(tree, copy if copied else _new_storage.cpu, moved, several)
+    if memory is not None:
+        memory[:] = moved.values()
+    return result
 
 
 def _is_plain(part: torch.Tensor) -> bool:
@@ -244,7 +213,7 @@ def state_digest(value: Any) -> str:
     """A digest of a plain value with its tensors, the same for equal ones in every process."""
     hashed, stack = blake2b(digest_size=16), [value]
     while stack:
-        node = stack.pop()
+        node = _python(stack.pop())
         if isinstance(node, torch.Tensor):
             part = local(node.detach())
             part = (part if part.layout is torch.strided else part.to_dense()).cpu().contiguous().resolve_conj()
@@ -256,6 +225,13 @@ def state_digest(value: Any) -> str:
         else:
             hashed.update(repr(sorted(map(repr, node)) if isinstance(node, set) else node).encode())
     return hashed.hexdigest()
+
+
+def moved(state: Tree, before: Tree) -> set[str]:
+    """The names in a state of generators that are new or changed; of generators with names only those of `state`."""
+    generators = {name: before.get("generators", {}).get(name) for name in state.get("generators", ())}
+    before = {**before, "generators": generators}
+    return {name for name, value in state.items() if state_digest(value) != state_digest(before.get(name))}
 
 
 def checked_rules(

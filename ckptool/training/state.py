@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ckptool.bridge.modules import unwrapped
 from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.training.batches import parts_of, saves
-from ckptool.training.optim import Average, load_optimizer
+from ckptool.training.optim import Average, load_optimizer, parameters_of
 from ckptool.training.parallel import has_divided, local, state_like, tensors
-from ckptool.training.rng import is_generator, same
+from ckptool.training.rng import is_generator
 from ckptool.training.saving import not_plain, not_saved, plain_state, refuse_not_plain, state_digest, to_cpu
 
 Optimizer = torch.optim.Optimizer
@@ -96,7 +96,7 @@ class Objects:
             self.named[name].load_state_dict(to_cpu(state, copied=True))
         yield
         for name, state in self.states_of_others().items():
-            if not same(state, states[name]):  # where nothing changed, shared tensors stay shared
+            if state_digest(state) != state_digest(states[name]):  # where nothing changed, shared tensors stay shared
                 self.named[name].load_state_dict(states[name])
 
     def state(self, taken: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,25 +144,19 @@ class Objects:
         saved |= set(tree.get("generators", ()))
         names = {*self.named, *self.generators}
         if missing := sorted(saved - names):
-            raise Conflict(
-                f"{where} holds the state of {listed(missing)}, which this script does not pass",
-                "Without it this would be a different run.",
-                f"Give it under that name: ckptool.Run(…, {missing[0]}=…)",
-            )
+            what = f"{where} holds the state of {listed(missing)}, which this script does not pass"
+            why = "Without it this would be a different run."
+            raise Conflict(what, why, f"Give it under that name: ckptool.Run(…, {missing[0]}=…)")
         if new := sorted(names - saved):
-            raise Conflict(
-                f"{where} holds no state of {listed(new)}",
-                "It would start from scratch in the middle of the run.",
-                "Start a new run with it, or leave it out of this one.",
-            )
+            what = f"{where} holds no state of {listed(new)}"
+            why = "It would start from scratch in the middle of the run."
+            raise Conflict(what, why, "Start a new run with it, or leave it out of this one.")
         kinds = self._kinds()
         if changed := [(name, kind) for name, kind in tree.get("kinds", {}).items() if kinds.get(name, kind) != kind]:
             name, kind = changed[0]
-            raise Conflict(
-                f"{where} holds the state of {name} ({kind}); the script gives {kinds[name]}",
-                "It might load the state, but train like neither of them.",
-                f"Give {kind}, or start a new run",
-            )
+            what = f"{where} holds the state of {name} ({kind}); the script gives {kinds[name]}"
+            why = "It might load the state, but train like neither of them."
+            raise Conflict(what, why, f"Give {kind}, or start a new run")
 
     def restore(self, tree: Mapping[str, Any], where: str) -> None:
         """Loads the objects' states: modules, then optimizers, then all others, as schedules change learning rates.
@@ -192,13 +186,10 @@ class Objects:
                     f"It was saved from a different {name}.",
                 ) from error
 
-    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The groups of parameters of all optimizers, each with the name of its optimizer."""
-        return ((name, group) for name, optimizer in self.of(Optimizer).items() for group in optimizer.param_groups)
-
     def averaging_optimizer(self) -> str:
         """The name of a schedule-free optimizer in evaluation mode, whose parameters are averages; empty for none."""
-        return next((name for name, group in self._groups() if group.get("train_mode") is False), "")
+        groups = ((name, group) for name, optimizer in self.of(Optimizer).items() for group in optimizer.param_groups)
+        return next((name for name, group in groups if group.get("train_mode") is False), "")
 
     def parameter_ids(self) -> set[int]:
         """The identities of the parameters of all modules."""
@@ -208,7 +199,7 @@ class Objects:
         """Raises `UsageError` for trained parameters that are in no given module: their values would be lost."""
         owned = self.parameter_ids()
         for name, optimizer in self.of(Optimizer).items() if not self.others else ():
-            trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
             if unowned := [parameter for parameter in trained if id(parameter) not in owned]:
                 raise UsageError(
                     f"{name} trains {counted(len(unowned), 'parameter')} of no module that was passed",
@@ -251,12 +242,6 @@ class Objects:
             for name, parameter in parameters.items():
                 parameter.grad = None if name in lacking else torch.zeros_like(parameter)
 
-    def optimizer_without_its_schedule(self) -> str:
-        """The name of an optimizer whose schedule was not given; empty for none."""
-        if self.of(Schedule) or self.others:
-            return ""
-        return next((name for name, group in self._groups() if "initial_lr" in group), "")
-
     def options(self) -> dict[str, list[dict[str, Any]]]:
         """The plain options of every optimizer's groups (`lr`, `fused`) and every schedule (`T_max`), and what of every
         module is frozen, as the script set them."""
@@ -268,6 +253,22 @@ class Objects:
             name: [{k: v for k, v in group.items() if not k.startswith("_") and type(v) in plain} for group in each]
             for name, each in groups.items()
         }
+
+
+@contextmanager
+def evaluation_mode(modules: Collection[nn.Module]) -> Iterator[None]:
+    """Evaluation mode without gradients; restores the modes of modules and of all their parts afterwards."""
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    for module in modules:
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in modules:
+            module.train()  # by its own code, which may have done more than set a mode
+        for part, mode in modes:
+            part.training = mode
 
 
 def ranks_with_own(
@@ -307,11 +308,9 @@ def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: s
     for key, value in state.items():
         current = live.get(key)
         if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and value.dtype != current.dtype:
-            raise Conflict(
-                f"{where} was saved with {key} as {value.dtype}; the script's is {current.dtype}",
-                "Loading would round its values.",
-                "Give the model in the dtype that it was trained in, or start a new run from its weights",
-            )
+            what = f"{where} was saved with {key} as {value.dtype}; the script's is {current.dtype}"
+            fix = "Give the model in the dtype that it was trained in, or start a new run from its weights"
+            raise Conflict(what, "Loading would round its values.", fix)
 
 
 class Window:
@@ -326,29 +325,23 @@ class Window:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._optimizers = list(objects.of(Optimizer).values())
-        # Those that were not given, and whether they train the same parameters.
-        self._others: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that were not given, and stepped
         self._scalers = list(objects.of(GradScaler).values())
         self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient as last used: tensor, version
         self._initial: dict[int, Any] = {}  # parameter -> its gradient when the body began
         self._stepped: set[int] = set()  # the optimizers, by index, that stepped in this body
-        self.zeroed: set[int] = set()  # those whose gradients were zeroed in place
         self.renewing: set[int] = set()  # of several, those that start afresh; saved, as saves depend on it
         self.is_adding = False  # an optimizer stepped by gradients that were added to those of its last step
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
-        for index, optimizer in enumerate(self._optimizers) if len(self._optimizers) > 1 else ():
-            _tell(optimizer, index, weakref.ref(self))
         _WINDOWS.add(self)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer of this process has used its gradients."""
         index = next((position for position, candidate in enumerate(self._optimizers) if candidate is optimizer), None)
         if index is None:
-            if optimizer not in self._others:
-                trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-                self._others[optimizer] = not trained.isdisjoint(self._objects.parameter_ids())
-            settled = _gradients(optimizer) if self._others[optimizer] else ()
+            self._others.add(optimizer)
+            settled = _gradients(optimizer)
         else:
             self._counts[index] += 1
             self._stepped.add(index)
@@ -358,27 +351,29 @@ class Window:
             if len(self._optimizers) > 1:
                 gradients = _gradients(optimizer)
                 remained = any(key in self._initial and self._initial[key]() is gradient for key, gradient in gradients)
-                (self.renewing.discard if remained and index not in self.zeroed else self.renewing.add)(index)
+                (self.renewing.discard if remained else self.renewing.add)(index)
             settled = _gradients(*(self._optimizers[each] for each in self._stepped | self.renewing))
         self._used |= {key: (weakref.ref(gradient), gradient._version) for key, gradient in settled}
 
     def unsaved(self) -> list[str]:
         """The classes of the optimizers that train given parameters, and whose state is in that of no given object."""
-        if not any(self._others.values()):
+        owned = self._objects.parameter_ids() if self._others else set()
+        others = [other for other in self._others if not owned.isdisjoint(map(id, parameters_of(other)))]
+        if not others:
             return []
         named, groups = self._objects.named.values(), [group for opt in self._optimizers for group in opt.param_groups]
         saved = {id(t) for owner in named if not isinstance(owner, nn.Module) for t in tensors(owner.state_dict())}
         classes = []
-        for optimizer in [other for other, trains in self._others.items() if trains]:
+        for optimizer in others:
             state = [id(tensor) for tensor in tensors(optimizer.state)]
             is_inner = state or any(group is known for known in groups for group in optimizer.param_groups)
             if not (is_inner and saved.issuperset(state)):
                 classes.append(type(optimizer).__name__)
-        return classes
+        return sorted(classes)
 
     def begin(self) -> None:
         """A body of the loop begins."""
-        self._scaled, self._stepped, self.zeroed = self._updates(), set(), set()
+        self._scaled, self._stepped = self._updates(), set()
         if len(self._optimizers) > 1:
             self._initial = {key: weakref.ref(gradient) for key, gradient in _gradients(*self._optimizers)}
 
@@ -406,8 +401,7 @@ class Window:
 
 def _gradients(*optimizers: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
     """The gradients that optimizers use, each with the identity of its parameter."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    parameters = (parameter for group in groups for parameter in group["params"])
+    parameters = itertools.chain.from_iterable(map(parameters_of, optimizers))
     return ((id(parameter), parameter.grad) for parameter in parameters if parameter.grad is not None)
 
 
@@ -427,16 +421,3 @@ register_optimizer_step_post_hook(note_step)
 def _has_values(gradient: torch.Tensor) -> bool:
     """True for a gradient that is not zero everywhere in this process."""
     return bool(local(gradient._values() if gradient.is_sparse else gradient).any())
-
-
-def _tell(optimizer: Optimizer, index: int, window: weakref.ref[Window]) -> None:
-    """Has an optimizer report its `zero_grad`, which has no hook, to a window."""
-    itself = weakref.ref(optimizer)
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        if (watcher := window()) is not None:
-            watcher.zeroed.add(index)
-        if (live := itself()) is not None:
-            type(live).zero_grad(live, set_to_none)
-
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -66,9 +66,14 @@ def stopping(names: Sequence[str] = SIGNALS, flag: Stopping | None = None) -> It
                 signal.signal(signum, handler)
 
 
-def loop_frame() -> tuple[int, CodeType | None, int]:
-    """In a generator: the frame that loops over it, also through generators around it (tqdm), and its instruction."""
-    frame = _loop_frame()
+def loop_frame(depth: int = 1) -> tuple[int, CodeType | None, int]:
+    """In a generator: the frame that loops over it, also through generators around it (tqdm), its code and instruction.
+
+    depth: how many frames below this one the generator is.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
+        frame = frame.f_back
     return (id(frame), frame.f_code, frame.f_lasti) if frame is not None else (0, None, 0)
 
 
@@ -91,18 +96,10 @@ def left_by_break(loop: tuple[int, CodeType | None, int]) -> bool | None:
     off the stack, and after an exception at the one that raised, which may be that of another loop in the body. loop:
     what `loop_frame` gave when the loop began.
     """
-    frame = _loop_frame()
-    if frame is None or loop[:2] != (id(frame), frame.f_code):
+    identity, code, offset = loop_frame(2)
+    if code is None or loop[:2] != (identity, code):
         return False
-    code, offset = frame.f_code.co_code, frame.f_lasti
-    instruction, previous = opcode.opname[code[offset]], opcode.opname[code[offset - 2]]
+    instruction, previous = opcode.opname[code.co_code[offset]], opcode.opname[code.co_code[offset - 2]]
     if (instruction == "FOR_ITER" and offset == loop[2]) or "END_FOR" in (instruction, previous):
         return None
     return instruction in ("POP_TOP", "POP_ITER", "SWAP")
-
-
-def _loop_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
-        frame = frame.f_back
-    return frame

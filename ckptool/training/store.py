@@ -166,11 +166,9 @@ def newest_whole(
             say(f"skipped: {error.within(saved.path).what}")
             note("skip-damaged", step=saved.step, path=saved.path, why=error.what)
     if checkpoints:
-        raise NoneValid(
-            f"{folder} holds {counted(len(checkpoints), 'checkpoint')}, and none of them is whole",
-            "Nothing was deleted, and no training was started over.",
-            f"See what is wrong with them: {command('scan', folder)}",
-        )
+        what = f"{folder} holds {counted(len(checkpoints), 'checkpoint')}, and none of them is whole"
+        why = "Nothing was deleted, and no training was started over."
+        raise NoneValid(what, why, f"See what is wrong with them: {command('scan', folder)}")
     return None
 
 
@@ -335,15 +333,15 @@ def _finite(value: Any) -> Any:
 class RunFolder:
     """The folder of a run. Only the first process holds the lock and writes; parts of tensors are written by all.
 
-    id: of the run; checkpoints of other runs are ignored.  retention: what `prune` keeps.  elsewhere: what to type for
-    a run in another folder.
+    id: of the run; checkpoints of other runs are ignored.  retention: what `prune` keeps.  by_script: it is one of
+    `ckptool.Run`.
     """
 
     folder: str
     id: str
     retention: Retention = Retention(1, 0, 0, "", "min")
     lock: Lock | None = None
-    elsewhere: str | Command = OTHER_RUN
+    by_script: bool = False
     history: Lines = field(init=False)
     metrics: Lines = field(init=False)
     _clock: float | None = field(init=False, default=None)
@@ -355,6 +353,17 @@ class RunFolder:
     @property
     def checkpoints(self) -> str:
         return os.path.join(self.folder, CHECKPOINTS)
+
+    @property
+    def elsewhere(self) -> str | Command:
+        """What to type for a run in another folder."""
+        return "ckptool.Run('OTHER', …)" if self.by_script else OTHER_RUN
+
+    @property
+    def way_on(self) -> str:
+        """What to do to resume."""
+        by_command = f"resume: {command('resume', self.folder)}"
+        return "run the script again: it resumes by itself" if self.by_script else by_command
 
     def close(self) -> None:
         """Releases the lock."""
@@ -428,11 +437,9 @@ class RunFolder:
         """
         newest = newest_whole(self.checkpoints, self.all(), say, verify, self.note)
         if newest is None and checkpoints_in(self.folder):
-            raise Conflict(
-                f"{self.folder} holds checkpoints, and none of them belongs to this run",
-                "They belong to the run whose run.yaml was here before. They were left as they are.",
-                f"Put that run.yaml back, or start this run in another folder: {self.elsewhere}",
-            )
+            what = f"{self.folder} holds checkpoints, and none of them belongs to this run"
+            why = "They belong to the run whose run.yaml was here before. They were left as they are."
+            raise Conflict(what, why, f"Put that run.yaml back, or start this run in another folder: {self.elsewhere}")
         if newest is None and any(fact.get("event") == "save" for fact in self.history.read()):
             say(f"{printable(self.folder)} has lost all its checkpoints: it begins again at step 0")
         return newest
@@ -472,11 +479,7 @@ class RunFolder:
             if not is_ours or (os.path.isdir(path) and not path.endswith(".dcp")):
                 foreign.append(os.path.basename(path))
         if foreign:
-            raise Conflict(
-                f"{self.checkpoints} holds {listed(foreign, 3)}, which this run did not write",
-                "A checkpoint of this run would overwrite it. Nothing was changed.",
-                f"Move such files away, or start the run in another folder: {self.elsewhere}",
-            )
+            raise not_ours(self.checkpoints, foreign, self.elsewhere)
 
     def claim(self, name: str) -> None:
         """Notes another file that the run writes. Raises `Conflict` if it exists and the history does not name it."""
@@ -519,7 +522,7 @@ def not_ours(folder: str, names: Sequence[str], elsewhere: str | Command) -> Con
     """The error for files with the names of a run's files that the run did not write."""
     them = "them" if len(names) > 1 else "it"
     return Conflict(
-        f"{folder} holds {listed(names)}, which this run did not write",
+        f"{folder} holds {listed(names, 3)}, which this run did not write",
         f"It would overwrite {them}. Nothing was changed.",
         f"Give the run a folder of its own: {elsewhere}; or move {them} away",
     )

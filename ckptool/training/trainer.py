@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from ckptool.bridge.modules import unwrapped
 from ckptool.checkpoint.paths import absolute, temporary_files
-from ckptool.commands import arg, command
+from ckptool.commands import arg
 from ckptool.errors import Corrupt, UsageError, counted, listed, printable
 from ckptool.training import CHANGED, CONFIG, configfile, optim, run_folder
 from ckptool.training.config import Config, changes, code_names, recorded, refuse_fixed
@@ -60,16 +60,16 @@ class Trainer:
     world: World
     data: Samples
     task: Task
-    models: dict[str, nn.Module]
-    built: dict[str, nn.Module]
-    runners: dict[str, nn.Module]
-    optimizers: dict[str, torch.optim.Optimizer]
-    updates: dict[str, Update]
-    schedules: dict[str, torch.optim.lr_scheduler.LRScheduler]
     scaler: torch.amp.GradScaler | None
-    averages: dict[str, Average]
-    freezing: dict[str, Freezing]
-    skipped: list[str]
+    models: dict[str, nn.Module] = field(default_factory=dict)
+    built: dict[str, nn.Module] = field(default_factory=dict)
+    runners: dict[str, nn.Module] = field(default_factory=dict)
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    updates: dict[str, Update] = field(default_factory=dict)
+    schedules: dict[str, torch.optim.lr_scheduler.LRScheduler] = field(default_factory=dict)
+    averages: dict[str, Average] = field(default_factory=dict)
+    freezing: dict[str, Freezing] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
     step: int = 0
     loss: float | None = None
     samples: int = 0
@@ -153,43 +153,32 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
     if asking and not data.epoch_count:
         what = f"data: {config.data.name} has no length, so the steps of an epoch cannot be counted"
         raise UsageError(what, f"It is counted in epochs: {', '.join(asking)}.", "Give it __len__, or count in steps.")
-    models, built, freezing, optimizers, updates = {}, {}, {}, {}, {}
-    skipped: list[str] = []
+    scaler = torch.amp.GradScaler(world.device.type) if config.train.precision == "fp16" else None
+    trainer = Trainer(config, world, data, task, scaler)
     for name, settings in config.models.items():
         seed_all(torch.device("cpu"), config.seed, "init", name)
-        built[name] = build_model(settings, data, fresh=fresh, name=name, say=skipped.append)
-        models[name] = placed(unwrapped(built[name]), config, world)
+        built = build_model(settings, data, fresh=fresh, name=name, say=trainer.skipped.append)
+        model = placed(unwrapped(built), config, world)
         if config.train.activation_checkpoint is not None:
-            checkpoint_activations(models[name], config.train.activation_checkpoint, say)
-        freezing[name] = Freezing(models[name], settings.freeze)
-        freezing[name].apply(0)
+            checkpoint_activations(model, config.train.activation_checkpoint, say)
+        freezing = Freezing(model, settings.freeze)
+        freezing.apply(0)
         optims = {key: options for key, options in config.optim.items() if config.model_of(key) == name}
-        shares = optim.shares(models[name], optims, freezing[name].never)
-        of_model = {key: optim.build_optimizer(models[name], optims[key], share) for key, share in shares.items()}
-        optimizers.update(of_model)
-        updates[name] = Update(of_model, optims, settings.clip)
-    for words in skipped:
+        shares = optim.shares(model, optims, freezing.never)
+        optimizers = {key: optim.build_optimizer(model, optims[key], share) for key, share in shares.items()}
+        trainer.models[name], trainer.built[name], trainer.freezing[name] = model, built, freezing
+        trainer.runners[name] = wrapped(built, config, world)
+        trainer.optimizers |= optimizers
+        trainer.updates[name] = Update(optimizers, optims, settings.clip)
+        trainer.averages |= {name: Average(model, config.train.ema)} if config.train.ema else {}
+    for words in trainer.skipped:
         say(words)
-    trainer = Trainer(
-        config,
-        world,
-        data,
-        task,
-        models,
-        built,
-        runners={name: wrapped(model, config, world) for name, model in built.items()},
-        optimizers=optimizers,
-        updates=updates,
-        schedules={key: optim.build_schedule(each, planned[key]) for key, each in optimizers.items() if key in planned},
-        scaler=torch.amp.GradScaler(world.device.type) if config.train.precision == "fp16" else None,
-        averages={name: Average(model, config.train.ema) for name, model in models.items()} if config.train.ema else {},
-        freezing=freezing,
-        skipped=skipped,
-    )
-    for name, schedule in planned.items():
-        length = -(-trainer.total_steps // (1 if schedule.per == "step" else data.steps_per_epoch))
-        if words := optim.ends_early(trainer.schedules[name], schedule, length, f"optim.{name}.schedule"):
-            say(words)
+    for name, optimizer in trainer.optimizers.items():
+        if (schedule := planned.get(name)) is not None:
+            trainer.schedules[name] = optim.build_schedule(optimizer, schedule)
+            length = -(-trainer.total_steps // (1 if schedule.per == "step" else data.steps_per_epoch))
+            if words := optim.ends_early(trainer.schedules[name], schedule, length, f"optim.{name}.schedule"):
+                say(words)
     return trainer
 
 
@@ -281,13 +270,10 @@ def start(
         name_culprits(),
         deterministic(config.deterministic),
         stopping(config.stop.signals, Stopping(config.stop.after)) as stop,
+        closing(_opened(config, exists and resume != "never", assignments, world)) as folder,
     ):
-        folder = _opened(config, exists and resume != "never", assignments, world)
-        try:
-            say = say if say and world.is_first else lambda text: None
-            return _trained(config, folder, world, stop, progress, say)
-        finally:
-            folder.close()
+        say = say if say and world.is_first else lambda text: None
+        return _trained(config, folder, world, stop, progress, say)
 
 
 def _trained(
@@ -341,7 +327,6 @@ class TrainerRun(Run):
         )
         self.begin = stop.begin
         self._stop, self._window = stop, Window(Objects())  # no gradients are kept for a later step
-        self._saver.resume = f"resume: {command('resume', folder.folder)}"
         self.length = {"steps": trainer.step if trainer.is_stale else trainer.total_steps}
 
     @property
@@ -369,15 +354,9 @@ class TrainerRun(Run):
         facts = sidecar.get("environment")
         before, now = facts if isinstance(facts, dict) else {}, environment(trainer.world.size, trainer.world.device)
         keys = [key for key in ("torch", "device", "threads", "world") if before.get(key) not in (None, now[key])]
-        if keys:
-            crossed = ", ".join(f"{key} {before[key]} → {now[key]}" for key in keys)
-            self.say(
-                f"resumed from step {trainer.step} in a different environment ({crossed}): "
-                "results may differ in the last bits"
-            )
         self._changed = differences(sidecar.get("fingerprint"), self.fingerprint)
-        if self._changed:
-            self.say(f"resumed from step {trainer.step}, but {'; '.join(self._changed)}: the result may differ")
+        if changed := [*(f"{key} {before[key]} → {now[key]}" for key in keys), *self._changed]:
+            self.say(f"resumed from step {trainer.step}, but {'; '.join(changed)}: the result may differ")
 
     def _note_begin(self, **facts: Any) -> None:
         folder, trainer, config = self.folder, self.trainer, self.trainer.config
@@ -501,11 +480,9 @@ def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | No
         trainer.step = saved.step
         metrics = measured(trainer, on=on)
     if not metrics:
-        raise UsageError(
-            "there is nothing to evaluate on",
-            "No data is held out, and there is no validation set.",
-            f"Name one: {arg(set=['data.val.name=file.py:NAME', 'data.val_fraction=0'])}",
-        )
+        what = "there is nothing to evaluate on"
+        why = "No data is held out, and there is no validation set."
+        raise UsageError(what, why, f"Name one: {arg(set=['data.val.name=file.py:NAME', 'data.val_fraction=0'])}")
     return Evaluated(folder, saved.step, chosen, on, config.eval.ema, metrics)
 
 

@@ -185,7 +185,8 @@ def plan_warm_start(
     skipped = (fact.target for fact in mismatched if (fact.done, fact.about) == (SKIPPED, "shape"))
     out = {*matched.excluded, *skipped}
     needed = {expected.tied_to or name for name, expected in targets.items() if name not in out}
-    refused += _refusals(report, options, sum(targets[name].numel for name in needed))
+    advice = _advice(report, root, target)
+    refused += _refusals(report, options, sum(targets[name].numel for name in needed), advice)
     values = {name: root.node[key] for name, key in states.items()}
     return WarmStartPlan(chosen, values, replace(report, refused=tuple(refused)))
 
@@ -352,10 +353,10 @@ def _dtype_changes(loaded: Sequence[Loaded], chosen: Mapping[str, Assignment], t
 _SKIP = f"Keep the model's own: {arg(on_mismatch='skip')}"
 
 
-def _refusals(report: LoadReport, options: MatchOptions, needed: int) -> list[Refusal]:
+def _refusals(report: LoadReport, options: MatchOptions, needed: int, advice: str) -> list[Refusal]:
     refusals = []
     if not report.loaded:
-        refusals.append(Refusal("nothing-loaded", "no tensor of the checkpoint fits the target", _advice(report)))
+        refusals.append(Refusal("nothing-loaded", "no tensor of the checkpoint fits the target", advice))
     any_way = f"{_SKIP}; compute it: {arg(resize='PATTERN=HOW')}"
     for about, fix in (("shape", any_way), ("dtype", _SKIP), ("kind", _SKIP)):
         facts = [fact for fact in report.mismatched if (fact.done, fact.about) == (REFUSED, about)]
@@ -377,18 +378,21 @@ def _refusals(report: LoadReport, options: MatchOptions, needed: int) -> list[Re
     if refusals and not report.loaded:
         return refusals
     if not refusals and options.min_loaded is None:
-        refusals = little(report, needed, _advice(report))
+        refusals = little(report, needed, advice)
     return refusals + unmet(report, options.min_loaded, options.missing)
 
 
-def _advice(report: LoadReport) -> str:
-    """The suggestions as options to type if they are few, else where to look."""
+def _advice(report: LoadReport, root: StateDict, target: Target) -> str:
+    """The suggestions as options to type if they are few, else where to look; what adds an adapter to its model."""
+    file = FILE if report.source == IN_MEMORY else report.source
+    if root.is_adapter:
+        return f"Add it to its model: {target.plus_adapter(file)}"
     sure = [rule for suggestion in report.suggestions for rule in suggestion.rules]
     if 0 < len(sure) <= 4:
         return f"Perhaps: {arg(rename=sure)}"
     if sure:
         return f"Rules that would make more fit: {arg(suggest='rules.yaml')}, then {arg(rules='rules.yaml')}"
-    return f"See both sides: {command('inspect', FILE if report.source == IN_MEMORY else report.source, all=True)}"
+    return f"See both sides: {command('inspect', file, all=True)}"
 
 
 # What is written -----------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def all_codes() -> dict[str, Code]:
 
 @verb(
     ("ckptool explain prefix-module", "a code: what it means, and what fixes it"),
-    ("python train.py 2>&1 | ckptool explain -", "any error message, ckptool's or not"),
+    ("python train.py 2>&1 | ckptool explain -", "any error message of any program"),
     exits=False,
 )
 def explain(

@@ -39,7 +39,7 @@ class GitCheck(Report):
 
 
 @verb(
-    ("ckptool git-check model.pt", "may it be committed?"),
+    ("ckptool git-check model.pt", "whether it may be committed"),
     ("ckptool git-check model.pt --allow non-finite", "NaN and Inf are accepted"),
 )
 def git_check(

@@ -30,8 +30,8 @@ MANY_LOST = 6  # tensors, up to which a command names each
 
 @verb(
     ("ckptool convert model.pt -o model.safetensors", "the weights"),
-    ("ckptool convert model.pt --all -o all.safetensors", "everything; converting back restores it"),
-    ("ckptool convert model.pt --weights-only -o plain.pt", "for torch.load's default, weights_only=True"),
+    ("ckptool convert model.pt --all -o all.safetensors", "everything, so that converting back restores it"),
+    ("ckptool convert model.pt --weights-only -o plain.pt", "for torch.load as it is by default, with weights_only"),
     ("ckptool convert model.pt --shard-size 5GB -o shards", "in shards, as on the Hugging Face Hub"),
     ("ckptool convert model.pt -o model.dcp --ranks 8", "for torch.distributed.checkpoint, sharded as FSDP2 does"),
 )
@@ -259,7 +259,6 @@ def _to_pickle(
         what = f"a {part.container}, without its code" if weights_only else f"a {root.detail}, without its class"
         summary = f"the {counted(len(keys), 'tensor')} of {what}"
     else:
-        place = f" of {root.address}" if root.address else ""
-        summary = f"{len(keys):,} of {counted(len(root.node), 'key')}{place}"
+        summary = f"{len(keys):,} of {counted(len(root.node), 'key')}" + (f" of {root.address}" if root.address else "")
     tree = same_kind(root.node, {key: value for key, value in root.node.items() if key in keys})
     return replace(part, tree=tree, extras={}), summary, behind, ()

@@ -19,7 +19,7 @@ Scheme = Literal["peft", "kohya", "diffusers"]
 
 
 @verb(
-    ("ckptool lora convert style.safetensors --to peft --base model.pt -o style/", "kohya's file for PEFT"),
+    ("ckptool lora convert style.safetensors --to peft --base model.pt -o style/", "a file of kohya for PEFT"),
     ("ckptool lora convert adapter --to kohya -o k.safetensors", "and back"),
     one_output=NEW_ADAPTER,
 )

@@ -23,7 +23,7 @@ from ckptool.checkpoint.tree import tensors
 from ckptool.commands import arg, argument, command, option, verb
 from ckptool.conventions.state_dicts import find_state_dicts, without_wrappers
 from ckptool.errors import CkptoolError, Conflict, FileProblem, MissingExtra, UsageError, counted
-from ckptool.facts import LIVE, Bytes, Report, Told, dataclass, green, replace, size, yellow
+from ckptool.facts import LIVE, Bytes, Report, Told, dataclass, field, green, replace, size, yellow
 from ckptool.formats import CheckpointLike, Opened, PathLike, open_file, shown, split
 from ckptool.output import replace_file
 from ckptool.training import is_run
@@ -90,7 +90,7 @@ class FileReport:
 
     inspection: Listing | None
     diagnosis: Diagnosis
-    pictures: dict[str, TensorPicture]
+    pictures: dict[str, TensorPicture] = field(repr=False)
     health: Health
 
 

@@ -142,7 +142,7 @@ def _value_lines(value: Any, limit: int | None, sibling_limit: int | None = None
 
 @verb(
     ("ckptool show model.pt#epoch", "a value"),
-    ("ckptool show model.pt#optimizer/param_groups", "an optimizer's settings: its learning rate"),
+    ("ckptool show model.pt#optimizer/param_groups", "the settings of an optimizer, such as its learning rate"),
     ("ckptool show model.pt#state_dict/module.fc.weight --slice '0:2,:5'", "a part of a tensor"),
 )
 def show(
@@ -168,8 +168,7 @@ def show(
         if slice is not None:
             kind = "a composite tensor" if isinstance(node, Composite) else f"of type {type(node).__name__}"
             raise UsageError(f"{address(path) or 'the whole file'} cannot be sliced: it is {kind}")
-        checkpoint = None if name in extras else opened.checkpoint
-        return Shown(opened.name, address(path), node, whole=checkpoint)
+        return Shown(opened.name, address(path), node, whole=None if name in extras else opened.checkpoint)
     view = node
     if slice is not None:  # dimensions that are missing at the end are whole; nothing is read
         parts, dimensions = slice.split(","), len(node.shape)

@@ -70,6 +70,8 @@ def test_every_command_has_examples_that_fit_a_terminal() -> None:
     for name, lines in EXAMPLES.items():
         assert lines and all(f"ckptool {name} " in line for line, _ in lines)
         assert max(len(part) for line in lines for part in line) <= 78
+        comments = [purpose for _, purpose in lines if name != "completion"]  # which zsh takes for a command
+        assert not re.search(r"[^\w\s.,:%#/-]", " ".join(comments)), comments
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in (*TRAINING, "browse")])

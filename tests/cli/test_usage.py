@@ -96,6 +96,36 @@ def test_what_cannot_be_read_or_written_is_said(
     assert sorted(files.rglob("*")) == there
 
 
+@pytest.mark.parametrize("dash", "‐‑–—−")
+def test_a_dash_or_quotation_mark_of_a_word_processor_is_told(dash: str, files: Path, run: Run) -> None:
+    """As a command comes out of a chat or a web page; what is to be typed runs."""
+    for words, meant in (
+        (["strip-module", "dp.pt", f"{dash}in-place"], "--in-place"),
+        (["strip-module", "dp.pt", f"{dash}{dash}in-place"], "--in-place"),
+        (["strip-module", "dp.pt", "-o", "o.pt", f"{dash}f"], "-f"),
+        ([f"{dash}-help"], "--help"),
+    ):
+        ran = run(*words)
+        assert ran.code == 2 and f"Type {meant}\n" in ran.err, ran
+        assert run(*words[:-1], meant).code == 0
+    ran = run("rename", "dp.pt", "‘module.*", "=>", "*’", "-o", "p.pt")
+    assert ran.code == 2 and "‘module.* begins with a quotation mark" in ran.err
+    (files / f"{dash}a.pt").write_bytes((files / "dp.pt").read_bytes())
+    assert (
+        run("inspect", f"{dash}a.pt").code == run("doctor", "--error", "“Missing key(s) in state_dict”").code - 1 == 0
+    )
+
+
+def test_a_comment_after_a_command_which_zsh_passes_on_is_none_of_its_words(files: Path, run: Run) -> None:
+    assert run("inspect", "dp.pt", "#", "what", "is", "in", "it", "--nothing") == run("inspect", "dp.pt")
+
+
+def test_a_name_that_may_be_of_a_hub_is_offered_as_one_but_for_a_file(files: Path, run: Run) -> None:
+    for name, is_of_hub in (("org/model", True), ("org/model-1.5", True), ("runs/a.pt", False), ("a/b.ckpt", False)):
+        ran = run("inspect", name)
+        assert ran.code == 2 and (f"ckptool inspect hf://{name}" in ran.err) == is_of_hub, ran
+
+
 @pytest.mark.parametrize("verb", ["convert", "strip-module", "cast --dtype bf16"])
 def test_an_output_that_is_given_as_to_cp_is_named_in_the_error(verb: str, files: Path, run: Run) -> None:
     name, *options = verb.split()

@@ -169,7 +169,7 @@ def test_a_folder_in_the_place_of_a_checkpoint_is_passed_over(tmp_path: Path, si
             for _ in run.steps(4):
                 train(torch.rand(4, 4), **own)
                 run.save()
-        assert "Move such files away" in refused.value.fix
+        assert "or move it away" in refused.value.fix
     assert steps_of(tmp_path) == [1, 2, 3, 4]
     assert len(list(place.iterdir())) == 1
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckptool.training.moving import MAX_OBJECTS, kind_of, random_states, reachable, unsaved
+from ckptool.training import rng
+from ckptool.training.moving import MAX_OBJECTS, kind_of, reachable, unsaved
+from ckptool.training.saving import moved
 from tests.support.processes import soon
 
 
@@ -96,11 +98,11 @@ def test_what_moved_and_is_in_no_state_is_named_by_its_owner() -> None:
 
 def test_nothing_moves_by_looking() -> None:
     objects = {"model": Net(), "data": Data(), "loader": torch.utils.data.DataLoader([1, 2, 3], shuffle=True)}
-    states = random_states()
+    states = rng.global_states()
     assert unsaved(reachable(objects)[0], reachable(objects)[0], ()) == {}
-    assert random_states() == states
+    assert moved(rng.global_states(), states) == set()
     torch.rand(1)
-    assert [name for name, state in random_states().items() if state != states[name]] == ["torch"]
+    assert moved(rng.global_states(), states) == {"torch"}
 
 
 def test_extra_state_saves_a_modules_attributes() -> None:

@@ -361,3 +361,18 @@ def test_peft_adapters_without_low_rank_factors_are_not_called_model_weights(
     save_file({key: torch.ones(2, 2) for key in keys}, tmp_path / "adapter_model.safetensors")
     said = str(ckptool.inspect(tmp_path / "adapter_model.safetensors"))
     assert ("PEFT adapter (not LoRA, LoHa or LoKr)" in said, "model weights" in said) == (is_adapter, not is_adapter)
+
+
+def test_an_adapter_is_told_from_another_model_and_what_adds_it_is_printed(tmp_path: Path) -> None:
+    base = stored(weights(), tmp_path / "base.pt")
+    adapter = peft(tmp_path / "a", halves("up.q", 6))
+    (finding, note) = ckptool.doctor(adapter, against=base).findings
+    assert finding.code == note.code == "adapter" and finding.blocks and not note.blocks
+    command = finding.advice.partition(": ")[2]
+    refusals = ckptool.warm_start(adapter, base).refused
+    assert [each.fix for each in refusals] == [f"Add it to its model: {command.rpartition(' -o ')[0]} -o OUT"]
+    assert command.startswith(f"ckptool lora merge {base} {adapter} -o ")
+    ckptool.lora_merge(base, adapter, out := tmp_path / "merged.pt")
+    assert not ckptool.doctor(out, against=base).findings
+    ckptool.spec(base, spec := tmp_path / "base.json")
+    assert f"lora merge BASE {adapter}" in ckptool.doctor(adapter, against=spec).findings[0].advice, "it has no values"

@@ -67,6 +67,26 @@ def test_a_value_of_another_type(name: str, tmp_path: Path, monkeypatch: pytest.
         function(**CALLS[name], nothing_of_that_name=1)
 
 
+def test_parts_of_a_report_are_short_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each item of what a report has is short, whatever the file's size; but for its tree, which is one."""
+    monkeypatch.chdir(tmp_path)
+    many = {f"layers.{number % 4}.w{number}": torch.full((2, 2), 1.0) for number in range(200)}
+    saved({"model": many, "optimizer": {"state": {}, "param_groups": []}, "epoch": 1}, tmp_path / FILE)
+    saved({"model": {**many, "layers.1.w1": torch.zeros(3)}}, tmp_path / "b.pt")
+    long, shown = [], 0
+    reports = {name: getattr(ckptool, name)(FILE) for name in ("doctor", "inspect", "scan", "verify")}
+    reports["warm_start"] = ckptool.warm_start("b.pt", f"{FILE}#model")
+    for name, report in reports.items():
+        for fact in dir(report):
+            value = getattr(report, fact) if fact[0] != "_" and fact != "tree" else ""
+            items = (
+                value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
+            )
+            shown += not callable(value)
+            long += [(name, fact, repr(item)[:80]) for item in items if len(repr(item)) > 600]
+    assert not long and shown > 40
+
+
 # Values that are too large --------------------------------------------------------------------------------------------
 # Where a verb computes values that its output's type cannot hold, it says so; where it does not, it says nothing.
 

@@ -15,32 +15,20 @@ from ckptool.training.prove.tracer import SCALER, SCHEDULER, WEIGHTS
 from ckptool.training.reports import ANY
 
 BATCH, STATE, RATE, RANDOM = "batch", "optimizer", "lr", "random"
-# Each kind may cause those after it; the kinds of `_EFFECTS` are effects, as a rule.
-_ORDER = (
-    BATCH,
-    SCHEDULER,
-    RATE,
-    SCALER,
-    STATE,
-    MODULE_ATTRIBUTE,
-    NOT_PERSISTENT,
-    WEIGHTS,
-    RANDOM,
-    GENERATOR,
-    ATTRIBUTE,
-)
-_EFFECTS = (BUFFER, VALUE)
+_EFFECTS = (BUFFER, VALUE)  # as a rule
 _MEMORY = re.compile(r"value: \w+ of \d+")  # a container and its length: no effect
 _VALUE = "{average}`{name}` ({kind}) is {here} in the unbroken run and {there} after the restart"
-_WORDS = {
+_WORDS = {  # each kind may cause those after it
     BATCH: "samples differ: the batch of step {step} is not that of the unbroken run",
     SCHEDULER: "scheduler: `{name}` ({of}) has a different state than in the unbroken run",
-    SCALER: "scaler: `{name}` ({of}) has a different state than in the unbroken run",
     RATE: "the learning rate of step {step} is {here} in the unbroken run and {there} after the restart",
+    SCALER: "scaler: `{name}` ({of}) has a different state than in the unbroken run",
     STATE: "optimizer: the state of `{name}` is not that of the unbroken run",
+    **dict.fromkeys((MODULE_ATTRIBUTE, NOT_PERSISTENT), _VALUE),
     WEIGHTS: "{average}the weights of `{name}` ({of}), which no optimizer trains, differ from the unbroken run's",
     RANDOM: "the global generator of {name} is in a different state",
     GENERATOR: "`{name}`, a generator, is in a different state",
+    **dict.fromkeys((ATTRIBUTE, *_EFFECTS), _VALUE),
 }
 _WINDOW = "gradients: those of step {step} lack the batches before the save, which was inside gradient accumulation"
 MOST = 3  # sentences on one cause
@@ -219,7 +207,7 @@ class Reference:
         keys = self.differing(index, other) if keys is None else keys
         prefixes = tuple(f"{name}." for kind, name in keys if kind in (SCHEDULER, WEIGHTS))
         keys = {key for key in keys if not key[1].startswith(prefixes)}
-        kinds = (*_ORDER, *_EFFECTS)
+        kinds = list(_WORDS)
         mine, theirs = self.facts[index], other.facts()
         relevant = {key for key in keys if key[0] not in _EFFECTS or _MEMORY.fullmatch(mine[key])} or keys
         if relevant == {(BATCH, "")}:  # a number of the script may be the cause, but no tensor: that is of the batch
@@ -252,7 +240,7 @@ class Reference:
             return _WINDOW.format(step=index + 1)
         average = "EMA: " if _is_average(f"{name} {expected}") else ""
         values = {"here": expected, "there": actual, "of": expected.partition(" ")[0], "average": average}
-        return _WORDS.get(kind, _VALUE).format(kind=kind, name=name, step=index + 1, **values)
+        return _WORDS[kind].format(kind=kind, name=name, step=index + 1, **values)
 
 
 def _is_average(text: str) -> bool:

@@ -146,8 +146,8 @@ class Tracer:
         """Writes a line, with the entries that changed since the last. Then waits, if the process is to be killed."""
         with suppress(Exception):
             line = self.facts(optimizer) | {"saved": self.saved(), "time": time.monotonic()}
-            line |= {"inputs": self.inputs, "random": self.moving.random_states()}
-            line |= {"found": {}, "gone": []}
+            random = {name: self.text(state) for name, state in self.rng.global_states().items()}
+            line |= {"inputs": self.inputs, "random": random, "found": {}, "gone": []}
             self.age += 1
             if self.is_due(line["weights"], line["saved"], id(optimizer)):
                 entries, objects = self.walk()
@@ -198,7 +198,7 @@ class Tracer:
         }
 
     def text(self, value: Any) -> str:
-        """A value of an optimizer's state, as text: a tensor, a plain value, or a list of tensors, as LBFGS has."""
+        """A value of a state, as text: a tensor, a plain value, or a list of tensors, as LBFGS has."""
         if hasattr(value, "data_ptr"):
             return str(self.moving.tensor_digest(value))
         return self.moving.plain_text(value) or str(self.moving.reachable({"": value})[0])
@@ -298,7 +298,7 @@ class Tracer:
         """Puts back what the plan names; with `batch` all tensors in variables, with `lr` all learning rates."""
         _, objects = self.walk()
         keys = [key.partition(":")[::2] for key in self.plan["put"]]
-        shared = {name.partition(":")[0] for kind, name in keys if kind == "random"}
+        shared = {name for kind, name in keys if kind == "random"}
         names = {name for kind, name in keys if kind != "random"}
         state = {name: item for name, item in stored["random"].items() if name in shared}
         generators = {name: item for name, item in stored["random"]["generators"].items() if name in names}
