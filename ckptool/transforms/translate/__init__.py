@@ -246,12 +246,15 @@ def _translated_optimizer(
     slots, before = Slots(optimizer, place), optimizer
     is_named = slots.is_named
     changing = {id(root) for root in roots if any(step.rule.chain for step in root.steps)}
-    if not (changing or slots.own_names() or any(root.dropped or root.unfilled for root in roots)):
-        return before  # numbers stay what they are
     if not is_named:
         buffers = {name for root in roots for name in root.dropped}  # keys that the rules drop may be buffers
         advice = f"translate{WITHOUT.removeprefix('Translate')}"
-        slots = slots.renamed(slots.names(whole, None, advice, buffers))
+        try:
+            slots = slots.renamed(slots.names(whole, None, advice, buffers))
+        except (Conflict, Unsupported):
+            if changing or any(root.dropped or root.unfilled for root in roots):
+                raise
+            return before  # other names change no number
     optimizer, keys, shapes = slots.tree, {*slots.slots}, slots.shapes()
 
     def fit(root: TranslatedRoot) -> tuple[int, int]:  # of several with these names, the weights with these shapes
