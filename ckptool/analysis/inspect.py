@@ -18,7 +18,7 @@ from ckptool.analysis.words import Json, PathFact, shape_text, type_name, value_
 from ckptool.checkpoint import Checkpoint, Composite, Note, PartOf, Tensor, TensorEntry
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import SCALARS, no_collection
-from ckptool.checkpoint.nodes import Object, Set
+from ckptool.checkpoint.nodes import Object, Set, fields, items
 from ckptool.checkpoint.paths import selected
 from ckptool.checkpoint.tree import MANY_NAMES, Path, address, check_names, children, find, storages, stored_parts, walk
 from ckptool.commands import FILE, OUT, OUT_SAFETENSORS, Command, command, option
@@ -441,12 +441,10 @@ def _notes(checkpoint: Checkpoint, roots: Sequence[StateDict], rows: Sequence[Te
         yield Note("adapter", f"changes to the weights {whose}; lora merge adds them")
     # Optimizer state of parameters in none of its groups: loading fails, or gives it to another parameter.
     for root in (root for root in roots if root.kind == OPTIMIZER):
-        state = root.node["state"]
-        groups = [group.get("params") for group in root.node["param_groups"] if isinstance(group, dict)]
-        lists = [names for names in groups if isinstance(names, (list, tuple))]
+        lists = [items(fields(group).get("params")) for group in root.node["param_groups"]]
         parameters = {name for names in lists for name in names if type(name) in (int, str)}
-        missing = [key for key in state if key not in parameters]
-        if missing and groups:
+        state = root.node["state"]
+        if lists and (missing := [key for key in state if key not in parameters]):
             examples = listed([str(key)[:100] for key in missing])
             count = f"{len(missing):,} of {counted(len(state), 'state')} {form(len(missing), 'belongs', 'belong')}"
             yield Note("optimizer-mismatch", f"{root.address or 'the file'}: {count} to no parameter: {examples}")

@@ -52,7 +52,7 @@ _OTHER_WORDS = re.compile(
     r"callbacks|criterion|history|metrics|loss(es)?|data_state|sampler)($|_)",
     re.IGNORECASE,
 )
-_TRAINING_WORDS = re.compile(r"optim|scheduler|scaler|sampler|(^|[_-])rng|random", re.IGNORECASE)
+_TRAINING_WORDS = re.compile(r"optim|^opt(_states?)?$|scheduler|scaler|sampler|(^|[_-])rng|random", re.IGNORECASE)
 # Entries among weights that hold counters; anywhere else there may be a model in them.
 _TRAINING_STATE = re.compile(r"(train|training|trainer)_state|data_?loaders?", re.IGNORECASE)
 # What modules call their parameters and buffers: one of these as the last part of a key makes a dictionary look like a
@@ -394,7 +394,8 @@ def is_of_training(key: Any) -> bool:
 def _is_other(path: Path) -> bool:
     """True where a name in the path says that it holds no weights (`callbacks`, `hyper_parameters`), save averages."""
     average = bool(path) and isinstance(path[-1], str) and bool(_AVERAGE_WORDS.search(path[-1]))
-    return not average and any(isinstance(key, str) and _OTHER_WORDS.search(key) for key in path)
+    is_other = any(isinstance(key, str) and _OTHER_WORDS.search(key) for key in path)
+    return not average and (is_other or any(key in ("opt", "opt_state") for key in path[:-1]))  # its moments by name
 
 
 def _looks_like_weights(path: Path, entries: dict[str, Any]) -> bool:
@@ -417,32 +418,38 @@ def _holds_tensors(node: Any, depth: int = 3) -> bool:
     )
 
 
-_OPTIMIZERS = (
-    ({"exp_avg", "exp_avg_sq"}, "Adam"),
-    ({"exp_avg", "exp_inf"}, "Adamax"),
-    ({"square_avg", "acc_delta"}, "Adadelta"),
-    ({"square_avg"}, "RMSprop"),
-    ({"prev", "step_size"}, "Rprop"),
-    ({"sum"}, "Adagrad"),
-    ({"momentum_buffer", "ns_steps"}, "Muon"),
-    ({"momentum_buffer"}, "SGD momentum"),
-    ({"exp_avg"}, "Lion"),
-)
+# The keys of what an optimizer keeps of its parameters, in order, with the options that tell Muon, LAMB and NovoGrad.
+_OPTIMIZERS = {
+    "Adam": "exp_avg exp_avg_sq( fp32_param| master_param)?( max_exp_avg_sq)?( param)?",
+    "NAdam": "exp_avg exp_avg_sq mu_product",
+    "Adamax": "exp_avg exp_inf",
+    "Adafactor": "col_var row_var( variance)?|(exp_avg )?(exp_avg_sq )?exp_avg_sq_col exp_avg_sq_row|variance",
+    "Adadelta": "acc_delta square_avg",
+    "RMSprop": "(grad_avg )?(momentum_buffer )?square_avg",
+    "Rprop": "prev step_size",
+    "ASGD": "ax eta mu",
+    "Adagrad": "sum",
+    "LBFGS": "(.* )?func_evals n_iter( .*)?",
+    "Muon": "momentum_buffer ns_steps",
+    "SGD momentum": "momentum_buffer",
+    "Lion": "exp_avg",
+}
 
 
 def optimizer_detail(node: Any) -> str:
     """An optimizer's state dict in words: `Adam state for 12 parameters (lr 0.0003)`."""
     state = node["state"]
-    slots = {key for slot in list(state.values())[:8] if isinstance(slot, dict) for key in slot}
     groups = [group for group in node["param_groups"] if isinstance(group, dict)]
-    slots |= {option for group in groups[:1] for option in group}
-    name = next((name for signs, name in _OPTIMIZERS if signs <= slots), "optimizer")
+    keys = {key for slot in state.values() if isinstance(slot, dict) for key in slot if type(key) is str}
+    keys |= {"ns_steps", "grad_averaging"}.intersection(*groups[:1])
+    text = " ".join(sorted(keys - {"step", "RMS"}))
+    name = next((name for name, pattern in _OPTIMIZERS.items() if re.fullmatch(pattern, text)), "optimizer")
     count = sum(len(group["params"]) for group in groups if isinstance(group.get("params"), (list, tuple)))
     rates = dict.fromkeys(f"{group['lr']:.4g}" for group in groups if type(group.get("lr")) is float)
     lr = f" (lr {listed(list(rates), 3)})" if rates else ""
     if not state:
         return f"optimizer without state, {counted(count, 'parameter')}{lr}"
-    return f"{name} state for {counted(len(state), 'parameter')}{lr}"
+    return f"{name} state for {counted(count if name == 'LBFGS' else len(state), 'parameter')}{lr}"
 
 
 def optimizers(tree: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -482,14 +489,6 @@ def _peeled(key: str) -> tuple[list[str], list[str]]:
 def bare(path: Path) -> Path:
     """The path of an entry, with each key as the bare module has it."""
     return tuple(without_wrappers(part) if type(part) is str else part for part in path)
-
-
-def unwrapped_front(key: str) -> str:
-    """The key without the `_` wrappers that stand before anything else."""
-    parts = key.split(".")
-    while len(parts) > 1 and parts[0] in INNER_WRAPPERS:
-        del parts[0]
-    return ".".join(parts)
 
 
 def paired(names: Iterable[str], wanted: Iterable[str], fix: Callable[[str], str] = lambda name: "") -> dict[str, str]:

@@ -13,6 +13,7 @@ import atexit
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +78,7 @@ def saves(value: Any) -> bool:
 
 
 def has_state(loader: Any) -> bool:
-    """True for a loader that saves its own position, and with it the draws of its workers: see `HoldingDraws`.
+    """True for a loader that saves its own position, and with it the draws of its workers: see `hold_draws`.
 
     An iterable without a state, which torchdata reads again from its start, or one without a `__dict__` holds no draws.
     Loaders of accelerate have the methods, but a state only if they are told to.
@@ -94,9 +95,9 @@ def make_ready(loader: Any) -> None:
     if isinstance(loader, torch.utils.data.DataLoader) and loader._iterator is not None:
         loader._iterator = None  # its workers would go on with random states that cannot be restored
         loader._initial_iter_for_state_dict = False
-    draws = getattr(loader, "num_workers", 0) and not isinstance(loader.worker_init_fn, HoldingDraws)
+    draws = getattr(loader, "num_workers", 0) and getattr(loader.worker_init_fn, "func", None) is not hold_draws
     if draws and has_state(loader):
-        loader.worker_init_fn = HoldingDraws(loader.worker_init_fn)
+        loader.worker_init_fn = partial(hold_draws, loader.worker_init_fn)
 
 
 def parts_of(loader: Any) -> dict[str, Any]:
@@ -182,28 +183,23 @@ def _epoch_iterator(loader: Any, position: Position) -> Iterator[Any]:
     return _spared(loader, lambda data: iter(data() if callable(data) and not hasattr(data, "__iter__") else data))
 
 
-class HoldingDraws:
+def hold_draws(initialize: Callable[[int], Any] | None, worker_id: int) -> None:
     """Initializes a worker so that its random states are part of its data set's state.
 
     A StatefulDataLoader saves that state for each worker with every batch, and loads it before the next one.
     """
+    if initialize is not None:
+        initialize(worker_id)
+    worker = torch.utils.data.get_worker_info()
+    data: Any = worker.dataset if worker else None  # the worker's own
+    save, load = (data.state_dict, data.load_state_dict) if saves(data) else (lambda: None, lambda state: None)
 
-    def __init__(self, initialize: Callable[[int], Any] | None) -> None:
-        self.initialize = initialize
+    def load_with_draws(state: Any) -> None:
+        load(state["data"])
+        rng.restore(state["random"], {})
 
-    def __call__(self, worker_id: int) -> None:
-        if self.initialize is not None:
-            self.initialize(worker_id)
-        worker = torch.utils.data.get_worker_info()
-        data: Any = worker.dataset if worker else None  # the worker's own
-        save, load = (data.state_dict, data.load_state_dict) if saves(data) else (lambda: None, lambda state: None)
-
-        def load_with_draws(state: Any) -> None:
-            load(state["data"])
-            rng.restore(state["random"], {})
-
-        data.state_dict = lambda: {"data": save(), "random": rng.capture({})}
-        data.load_state_dict = load_with_draws
+    data.state_dict = lambda: {"data": save(), "random": rng.capture({})}
+    data.load_state_dict = load_with_draws
 
 
 _WORKING: weakref.WeakSet[Any] = weakref.WeakSet()

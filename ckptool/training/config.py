@@ -79,10 +79,17 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
     one_of: ClassVar[tuple[str, ...]] = ()  # keys of which exactly one is given
 
+    def wrong(self) -> dict[str, bool]:
+        """What may be wrong with the values together: the words of the error, and whether it is so."""
+        count = sum(getattr(self, name) is not None for name in self.one_of)
+        return {
+            f"give {' or '.join(self.one_of)}, exactly one of the two (null is none)": bool(self.one_of) and count != 1
+        }
+
     @model_validator(mode="after")
-    def _one(self) -> Section:
-        if self.one_of and sum(getattr(self, name) is not None for name in self.one_of) != 1:
-            raise ValueError(f"give {' or '.join(self.one_of)}, exactly one of the two (null is none)")
+    def _fits(self) -> Section:
+        for words in [words for words, is_so in self.wrong().items() if is_so]:
+            raise ValueError(words)
         return self
 
 
@@ -198,11 +205,8 @@ class Optim(Section):
         DECLARED,
     )
 
-    @model_validator(mode="after")
-    def _one_rate(self) -> Optim:
-        if "lr" in self.args:  # `--set optim.main.lr` would do nothing
-            raise ValueError("give lr itself, not in args")
-        return self
+    def wrong(self) -> dict[str, bool]:
+        return {"give lr itself, not in args": "lr" in self.args}  # `--set optim.main.lr` would do nothing
 
 
 class ActivationCheckpoint(Section):
@@ -296,11 +300,9 @@ class Split(Section):
     at: list[str] = key(..., "the modules before which the model is cut")
     microbatches: Positive = key(1, "the parts of a batch that follow each other through the devices")
 
-    @model_validator(mode="after")
-    def _fits(self) -> Split:
-        if len(self.devices) != len(self.at) + 1:
-            raise ValueError(f"at makes {len(self.at) + 1} parts, and there must be as many devices")
-        return self
+    def wrong(self) -> dict[str, bool]:
+        parts = len(self.at) + 1
+        return {f"at makes {parts} parts, and there must be as many devices": len(self.devices) != parts}
 
 
 class Fsdp(Section):
@@ -333,12 +335,11 @@ class Config(Section):
     fsdp: Fsdp | None = key(None, '{match: "blocks.*"}: modules that are gathered one by one', FREE)
     split: Split | None = key(None, "{devices: [cuda:0, cuda:1], at: [blocks.4], microbatches: 4}", FREE)
 
-    @model_validator(mode="after")
-    def _fits(self) -> Config:
+    def wrong(self) -> dict[str, bool]:
         owners = [self.model_of(name) for name in self.optim]
         catch_alls = [self.model_of(name) for name, settings in self.optim.items() if not settings.match]
         several = {name for name in catch_alls if catch_alls.count(name) > 1}
-        wrong = {
+        return {
             "there is no model": not self.models,
             f"models are {sorted(self.models)}, optimizers for {sorted(set(owners))}; each model needs one, and each "
             "optimizer a model (its own name, or `model`)": set(self.models) != set(owners),
@@ -356,10 +357,6 @@ class Config(Section):
                 self.split is not None and len(self.models) > 1
             ),
         }
-        for words, is_so in wrong.items():
-            if is_so:
-                raise ValueError(words)
-        return self
 
     def model_of(self, optimizer: str) -> str:
         """The model whose parameters an optimizer takes."""

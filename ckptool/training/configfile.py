@@ -166,11 +166,6 @@ def _set(values: Any, place: Place, value: Any) -> None:
         values = values[part]
 
 
-def written(config: Config) -> str:
-    """The configuration as YAML, every default filled in."""
-    return run_folder.dumped(config.dumped())
-
-
 # YAML ----------------------------------------------------------------------------------------------------------------
 
 

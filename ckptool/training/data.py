@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 Collate = Callable[[list[Any]], Any]
 Position = dict[str, Any]
-Shard = Callable[[list[Any]], list[Any]]
 Share = tuple[list[Any], int, int]  # of a micro-batch: the samples, how many count, how many all processes have
 Parts = list[tuple[Any, int, int]]  # the shares of a step, collated
 _END = object()
@@ -111,18 +109,18 @@ class Samples:
     def stream(self, trainer: Trainer) -> Generator[list[Batch]]:
         """The micro-batches of each step, from the trainer's next to the run's last. Closing it ends its workers."""
         world, micro_steps = trainer.world, trainer.config.train.accumulate
-        steps = range(trainer.step, trainer.total_steps)
+        steps, of_rank = range(trainer.step, trainer.total_steps), slice(world.rank, None, world.size)
         source: Any = Picked(self.dataset, self.collate, self.seed)
-        requests: Iterable[Any] | None = self._shares(steps, micro_steps, world.shard)
+        requests: Iterable[Any] | None = self._shares(steps, micro_steps, of_rank)
         if self.is_stream:
-            reader = partial(Reader, self.dataset, self.seed, self.position)
-            every = trainer.config.save.every
-            source, requests = Steps(reader, world.shard, self.collate, steps, self.settings, micro_steps, every), None
+            seed, position = derived(self.seed, "stream"), self.position or {"epoch": 0, "samples": 0}
+            of_run = steps, self.settings, micro_steps, trainer.config.save.every
+            source, requests = Steps(self.dataset, seed, position, of_rank, self.collate, *of_run), None
         with closing(self._loaded(source, requests, world.device)) as loader:
             for step, self.position in loader:
                 yield [Batch(to_device(data, world.device), size, total) for data, size, total in step]
 
-    def _shares(self, steps: range, micro_steps: int, shard: Shard) -> Iterator[list[Share]]:
+    def _shares(self, steps: range, micro_steps: int, of_rank: slice) -> Iterator[list[Share]]:
         """This process's shares of each of the steps: one of each micro-batch that has samples at all."""
         batch, per_epoch = self.settings.batch, self.steps_per_epoch
         ordered: Sequence[int] | None = None
@@ -131,7 +129,7 @@ class Samples:
             if index == 0 or ordered is None:
                 ordered = self._order(epoch)
             samples = [(epoch, self.train[i]) for i in ordered[index * batch : (index + 1) * batch]]
-            yield shares(samples, micro_steps, shard)
+            yield shares(samples, micro_steps, of_rank)
 
     def _order(self, epoch: int) -> list[int]:
         """The samples of an epoch, as indices into `train`: a permutation, or what the sampler yields."""
@@ -231,76 +229,21 @@ class Picked(Dataset[Any]):
 # Streams -------------------------------------------------------------------------------------------------------------
 
 
-class Reader:
-    """Reads a stream, one epoch after the other. taken: the samples of this epoch that were read.
-
-    A stream with `state_dict` and `load_state_dict` goes on from its state at the last save, others from the beginning
-    of the epoch; the samples from there to the position are read again. Randomness follows from epoch and number.
-    """
-
-    def __init__(self, dataset: Any, seed: int, position: Position | None = None) -> None:
-        self.dataset, self.seed = dataset, derived(seed, "stream")
-        self.is_resumable = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-        position = position or {"epoch": 0, "samples": 0}
-        self._begin(position["epoch"], position.get("state") if self.is_resumable else None)
-        while self.taken < position["samples"]:
-            if not self.next_samples(1):
-                ends = f"epoch {self.epoch} ends after {counted(self.taken, 'sample')}, not {position['samples']:,}"
-                raise UsageError(f"data: {ends}", "The stream has changed, so the run cannot resume at its place.")
-
-    def _begin(self, epoch: int, state: Any = None) -> None:
-        self.epoch, self.taken = epoch, 0
-        seed_all(CPU, self.seed, epoch, "begin")
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        self.mark()
-        if state is not None:  # a stream may not report the state that it loaded before it is read
-            self.state, self.taken = state, state["samples"]
-            self.dataset.load_state_dict(copy.deepcopy(state["of"]))
-        self.samples = iter(self.dataset)
-
-    def mark(self) -> None:
-        """Records the stream's state, to go on from there."""
-        of = copy.deepcopy(self.dataset.state_dict()) if self.is_resumable else None
-        self.state = {"samples": self.taken, "of": of} if self.is_resumable else None
-
-    @property
-    def position(self) -> Position:
-        """The position of the next sample, as it is saved."""
-        return {"epoch": self.epoch, "samples": self.taken} | ({"state": self.state} if self.is_resumable else {})
-
-    def next_samples(self, count: int) -> list[Any]:
-        """The next samples of this epoch, at most `count`."""
-        samples: list[Any] = []
-        while len(samples) < count:
-            seed_all(CPU, self.seed, self.epoch, self.taken)
-            if (sample := next(self.samples, _END)) is _END:
-                break
-            self.taken += 1
-            samples.append(sample)
-        return samples
-
-    def take(self, batch: int, drop_last: bool) -> list[Any]:
-        """The samples of a step, from the next epoch if this one is at its end."""
-        while len(samples := self.next_samples(batch)) < batch:
-            if self.taken < (batch if drop_last else 1):
-                ends = f"the stream ends after {counted(self.taken, 'sample')}"
-                raise UsageError(f"data: {ends}", f"It has no batch of {batch}.")
-            self._begin(self.epoch + 1)  # at once: a stream that has ended may report its initial state
-            if samples and not drop_last:
-                break
-        return samples
-
-
 @dataclass(eq=False)
 class Steps(IterableDataset[Any]):
     """The steps of a stream: for each, the micro-batches of this process as (data, size, total), and the position
-    after it. A worker reads all and yields every n-th step. save_every: steps from one record of the stream's state to
-    the next.
+    after it. A worker reads all and yields every n-th step.
+
+    A stream with `state_dict` and `load_state_dict` goes on from its state at the last save, others from the beginning
+    of the epoch; the samples from there to the position are read again. Randomness follows from epoch and number.
+    position: where to begin.  save_every: steps from one record of the stream's state to the next.
+    taken: the samples of this epoch that were read.
     """
 
-    reader: partial[Reader]
-    shard: Shard
+    dataset: Any
+    seed: int
+    position: Position
+    of_rank: slice
     collate: Collate
     steps: range
     settings: Data
@@ -311,26 +254,70 @@ class Steps(IterableDataset[Any]):
         worker = torch.utils.data.get_worker_info()
         number, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         if worker is not None:
-            own_numbers(self.reader.args[0])
+            own_numbers(self.dataset)
         # Hidden from streams that divide themselves among workers: each worker would get a part of its part.
         torch.utils.data._utils.worker._worker_info = None
-        reader = self.reader()
+        self.is_resumable = hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
+        self._begin(self.position["epoch"], self.position.get("state") if self.is_resumable else None)
+        while self.taken < (end := self.position["samples"]):
+            if not self._next_samples(1):
+                ends = f"epoch {self.epoch} ends after {counted(self.taken, 'sample')}, not {end:,}"
+                raise UsageError(f"data: {ends}", "The stream has changed, so the run cannot resume at its place.")
         for step in self.steps:
-            samples = reader.take(self.settings.batch, self.settings.drop_last)
+            samples = self._take(self.settings.batch, self.settings.drop_last)
             if (step + 1) % self.save_every == 0 or step + 1 == self.steps.stop:
-                reader.mark()
+                self._mark()
             if (step - self.steps.start) % count == number:
-                windows = shares(samples, self.micro_steps, self.shard)
-                yield [(self.collate(share), size, total) for share, size, total in windows], reader.position
+                windows = shares(samples, self.micro_steps, self.of_rank)
+                position = {"epoch": self.epoch, "samples": self.taken, **self.state}
+                yield [(self.collate(share), size, total) for share, size, total in windows], position
+
+    def _begin(self, epoch: int, state: Any = None) -> None:
+        self.epoch, self.taken = epoch, 0
+        seed_all(CPU, self.seed, epoch, "begin")
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        self._mark()
+        if state is not None:  # a stream may not report the state that it loaded before it is read
+            self.state, self.taken = {"state": state}, state["samples"]
+            self.dataset.load_state_dict(copy.deepcopy(state["of"]))
+        self.samples = iter(self.dataset)
+
+    def _mark(self) -> None:
+        """Records the stream's state, to go on from there."""
+        of = copy.deepcopy(self.dataset.state_dict()) if self.is_resumable else None
+        self.state = {"state": {"samples": self.taken, "of": of}} if self.is_resumable else {}
+
+    def _next_samples(self, count: int) -> list[Any]:
+        """The next samples of this epoch, at most `count`."""
+        samples: list[Any] = []
+        while len(samples) < count:
+            seed_all(CPU, self.seed, self.epoch, self.taken)
+            if (sample := next(self.samples, _END)) is _END:
+                break
+            self.taken += 1
+            samples.append(sample)
+        return samples
+
+    def _take(self, batch: int, drop_last: bool) -> list[Any]:
+        """The samples of a step, from the next epoch if this one is at its end."""
+        while len(samples := self._next_samples(batch)) < batch:
+            if self.taken < (batch if drop_last else 1):
+                ends = f"the stream ends after {counted(self.taken, 'sample')}"
+                raise UsageError(f"data: {ends}", f"It has no batch of {batch}.")
+            self._begin(self.epoch + 1)  # at once: a stream that has ended may report its initial state
+            if samples and not drop_last:
+                break
+        return samples
 
 
-def shares(samples: list[Any], micro_steps: int, shard: Shard) -> list[Share]:
-    """A process's shares of a step's samples, one of each micro-batch that has any.
+def shares(samples: list[Any], micro_steps: int, of_rank: slice) -> list[Share]:
+    """A process's shares of a step's samples, one of each micro-batch that has any: `of_rank` of its samples.
 
     A process without samples takes one that does not count: all must take part in every step.
     """
     windows = [window for micro in range(micro_steps) if (window := samples[micro::micro_steps])]
-    return [(share or window[:1], len(share), len(window)) for window in windows for share in [shard(window)]]
+    return [(share or window[:1], len(share), len(window)) for window in windows for share in [window[of_rank]]]
 
 
 def own_numbers(dataset: Any) -> None:

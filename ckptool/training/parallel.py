@@ -56,10 +56,6 @@ class World:
         """True in the one process that writes."""
         return self.rank == 0
 
-    def shard(self, samples: list[int]) -> list[int]:
-        """This process's part of a step's samples: every `size`-th, from its own place."""
-        return samples[self.rank :: self.size]
-
     def all_reduce(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over all processes."""
         if self.distributed:

@@ -23,8 +23,8 @@ from ckptool.checkpoint.dtypes import Array, DType, dtype_of, numbers, rounded, 
 from ckptool.checkpoint.paths import literal, selected
 from ckptool.checkpoint.strided import apart
 from ckptool.checkpoint.tree import Path, address, children, rebuild, stored_parts, walk
-from ckptool.commands import NAME, arg
-from ckptool.conventions.state_dicts import StateDict
+from ckptool.commands import FILE, NAME, OUT, arg, command
+from ckptool.conventions.state_dicts import StateDict, is_of_training
 from ckptool.errors import Conflict, UsageError
 from ckptool.facts import dataclass, replace, size
 
@@ -272,6 +272,8 @@ def cast_roots(
                 place, other = names[id(clashes[0].storage)], address((*path, segment))
                 what = f"{address(place)} shares its storage with {other}, which is not cast"
                 fix = f"Leave it out too: {arg(exclude=literal(place[-1]))}"
+                if is_of_training(entry := (*path, segment)[0]):  # an optimizer pickled as it is holds its parameters
+                    fix += f"; or drop that first: {command('edit', FILE, drop=literal(entry), out=OUT)}"
                 raise Conflict(what, "Both would change, or no longer be tied.", fix)
     tallies = {number: CastTally() for number in before}
     storages = {

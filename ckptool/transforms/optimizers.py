@@ -18,10 +18,11 @@ from typing import Any
 from ckptool.analysis.targets import PARAMETER, Target, kind_by_name
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.files import Folder
-from ckptool.checkpoint.tree import address, holders, replaced_at
-from ckptool.commands import OUT, arg, command
-from ckptool.conventions.optimizer_keys import NUMBERS, flattened, nested, with_numbers
-from ckptool.conventions.state_dicts import find_state_dicts, optimizers
+from ckptool.checkpoint.nodes import fields
+from ckptool.checkpoint.tree import address, holders, replaced_at, tensors
+from ckptool.commands import FILE, OUT, arg, command
+from ckptool.conventions.optimizer_keys import FACTORS, flattened, nested, with_numbers
+from ckptool.conventions.state_dicts import WEIGHTS, find_state_dicts, optimizers, without_wrappers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
 
@@ -71,10 +72,7 @@ def with_optimizers(
         else:
             line = f"{count} by name"
             if not slots.is_named:
-                if any("history_size" in group and "line_search_fn" in group for group in slots.groups):
-                    what = f"{slots.called} is LBFGS, whose state is not per parameter"
-                    why = "Its vectors cover all parameters together."
-                    raise Unsupported(what, why, f"Keep its numbers: omit {OPTION}")
+                slots.refuse_joint(f"Keep its numbers: omit {OPTION}")
                 line += "" if slots.own_names() is not None else ", known by order"
                 changed = slots.renamed(slots.names(whole, target)).tree
             if form == FLAT:
@@ -119,9 +117,15 @@ class Slots:
         self.groups: list[dict[str, Any]] = self.tree["param_groups"]
         self.slots = [slot for group in self.groups for slot in group["params"]]
         self.is_named = all(type(slot) is str for slot in self.slots)
+        if len(set(self.slots)) != len(self.slots):
+            raise Conflict(f"{self.called} has a parameter in two groups", "No optimizer writes that.")
 
     def renamed(self, new: Mapping[Any, Any]) -> Slots:
-        """The slots under other keys; what torch keeps in the state beside them stays."""
+        """The slots under other keys; what torch keeps in the state beside them stays. Raises `Unsupported` where they
+        are keys of something else, too, as of Lookahead's slow weights."""
+        if others := [key for key, part in self.tree.items() if key != "state" and {*self.slots} & {*fields(part)}]:
+            fix = f"Go without: {command('slim', FILE, out=OUT)}"
+            raise Unsupported(f"{self.called} has more for its parameters in {listed(others)}", "", fix)
         state = {new.get(slot, slot): value for slot, value in self.tree["state"].items()}
         groups = [{**group, "params": [new[slot] for slot in group["params"]]} for group in self.groups]
         return Slots({**self.tree, "state": state, "param_groups": groups}, self.place)
@@ -129,7 +133,6 @@ class Slots:
     def numbered(self, target: Target | None = None) -> dict[str, Any]:
         """The state dict with numbers for its named slots, and the names beside them. target: the model in whose order
         those of each group are. Raises `Conflict` for a parameter that it does not have."""
-        self._refuse_shared()
         order = {name: number for number, name in enumerate(self.slots if target is None else target.tensors)}
         if absent := [slot for slot in self.slots if slot not in order]:
             what = f"{self.called} has state for {listed(absent, 3)}, and the model has no such parameter"
@@ -140,17 +143,25 @@ class Slots:
         groups = [{**group, "params": ordered, "param_names": ordered} for group, ordered in pairs]
         return Slots({**self.tree, "param_groups": groups}, self.place).renamed(numbers).tree
 
-    def _refuse_shared(self) -> None:
-        if len(set(self.slots)) != len(self.slots):
-            raise Conflict(f"{self.called} has a parameter in two groups", "No optimizer writes that.")
+    def refuse_joint(self, fix: str, weights: Mapping[Any, Any] | None = None) -> None:
+        """Raises `Unsupported` for vectors of all parameters, as LBFGS has them, and for state of other shapes than the
+        weights of that name have: factors, as Adafactor's. One of them may have the shape of a weight by chance."""
+        what, weights = "", weights or {}
+        for path, tensor in tensors({name: slot for name, slot in self.tree["state"].items() if name in weights}):
+            if tensor.numel > 1 and tensor.shape != getattr(weights[path[0]], "shape", tensor.shape):
+                what = f"{self.called}: {path[-1]} of {path[0]} does not have one value for each of its elements"
+        if any("history_size" in group and "line_search_fn" in group for group in self.groups):
+            what = f"{self.called} is LBFGS, whose vectors cover all parameters together"
+        if what:
+            raise Unsupported(what, "It cannot follow single parameters. Nothing was written.", fix)
 
     def shapes(self) -> dict[Any, list[tuple[int, ...]]]:
         """The shapes of the tensors in each slot; numbers say nothing. One without tensors fits every shape."""
-        return {
-            slot: [value.shape for key, value in state.items() if isinstance(value, TensorEntry) and key not in NUMBERS]
-            for slot, state in self.tree["state"].items()
-            if isinstance(state, dict)
-        }
+        shapes: dict[Any, list[tuple[int, ...]]] = {}
+        for path, tensor in tensors(self.tree["state"]):
+            if type(path[-1]) is str and path[-1] not in FACTORS:
+                shapes.setdefault(path[0], []).append(tensor.shape or ())
+        return shapes
 
     def own_names(self) -> dict[Any, str] | None:
         """The name of each slot, as the groups give them; None where they do not."""
@@ -172,9 +183,11 @@ class Slots:
         advice: what to do where that is not known.  buffers: keys that are not parameters, skipped where there are too
         many.
         """
-        if (named := self.own_names()) is not None:
-            return named
         roots = [root for root in find_state_dicts(replace(whole, tree=nested(whole.tree))) if root.is_model]
+        roots = [root for root in roots if root.kind == WEIGHTS] or roots  # no optimizer trains an average
+        if (named := self.own_names()) is not None:  # maybe as DDP calls them, beside the weights of its module
+            short = {slot: without_wrappers(name) for slot, name in named.items()}
+            return short if any({*short.values()} <= root.node.keys() for root in roots) else named
         fitting: dict[tuple[Any, ...], dict[Any, str]] = {}
         first_error: CkptoolError | None = None
         for root in roots:
@@ -213,7 +226,6 @@ class Slots:
 
         Raises `Conflict` where that is not known: a count or a shape differs, or two groups might continue.
         """
-        self._refuse_shared()
         remaining, shapes = [list(reversed(group["params"])) for group in self.groups], self.shapes()
         names: dict[Any, str] = {}
         for name, shape in parameters.items() if ordered and len(self.slots) == len(parameters) else ():

@@ -16,7 +16,7 @@ from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.tree import rebuild
 from ckptool.commands import FILE, OUT, arg, command
 from ckptool.conventions.optimizer_keys import PARAMETER_LISTS, flat_keys
-from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, optimizers, unwrapped_front, without_wrappers
+from ckptool.conventions.state_dicts import COUNTER, PEELED, StateDict, optimizers, without_wrappers, wrappers
 from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError, counted, listed
 from ckptool.formats import IN_MEMORY
 
@@ -48,11 +48,13 @@ def strip(
         example = f"For example: {arg(prefix='model.')}"
         raise UsageError("the prefix is empty", "There would be nothing to remove.", example)
     present = set()
+    # A named prefix is looked for at the very front; `module.` also behind wrappers that are removed with it.
+    inner = f".{PEELED}"
+    has: Any = str.startswith if prefixes else lambda name, _: name == PEELED or inner in f".{wrappers(name)}"
     for root in roots:
         names = [name for name in root.names() if name != COUNTER]
         for number, prefix in enumerate(prefixes or (PEELED,)):
-            # A named prefix is looked for at the very front; `module.` also behind wrappers that are removed with it.
-            without = [name for name in names if not (name if prefixes else unwrapped_front(name)).startswith(prefix)]
+            without = [name for name in names if not has(name, prefix)]
             if len(without) < len(names):
                 present.add(number)
             if not partial and 0 < len(without) < len(names):

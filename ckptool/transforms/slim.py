@@ -10,8 +10,10 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
+from ckptool.checkpoint.graph import visit
+from ckptool.checkpoint.nodes import fields
 from ckptool.checkpoint.strided import apart, row_major
-from ckptool.checkpoint.tree import Path, address, map_storages, storages, stored_parts, walk
+from ckptool.checkpoint.tree import Path, address, map_storages, storages, stored_parts, tensors, walk
 from ckptool.commands import arg
 from ckptool.conventions.optimizer_keys import flat_keys, nested
 from ckptool.conventions.state_dicts import find_state_dicts, optimizers
@@ -25,19 +27,21 @@ MIN_SHARED = 1024
 
 
 def without_optimizers(tree: Any, base: Path) -> tuple[Any, tuple[str, ...]]:
-    """The tree without optimizer state, and the addresses of that. Raises `UsageError` where nothing would be left."""
-    paths = {path: None for path, _ in optimizers(nested(tree))}
-    if () in paths:
-        what = f"{address(base) or 'the whole file'} is optimizer state"
+    """The tree without optimizer state, and its addresses. Raises `UsageError` where no tensor would be left."""
+    flat, paths = flat_keys(tree), {path: None for path, _ in optimizers(nested(tree))}
+    parts = {"param_groups", "state", "fast_state"}  # of an optimizer, also of Lookahead, and of one pickled as it is
+    states = {id(node) for node in visit(tree) if {"param_groups"} < parts & fields(node).keys()}
+
+    def is_dropped(holder: Any, path: Path) -> bool:
+        # Of a flattened one each key has the name of the weights before it: `optimizer.state.NAME.KEY`.
+        return path in paths or id(holder[path[-1]]) in states or (len(path) == 1 and path[0] in flat)
+
+    lean, dropped = without_entries(tree, is_dropped) if states or paths else (tree, [])
+    if id(tree) in states or (dropped and not any(True for _ in tensors(lean))):
+        what = f"{address(base) or 'the whole file'} holds only optimizer state"
         fix = f"Drop only unused bytes: {arg(keep_optimizer=True)}"
-        raise UsageError(what, "Without it nothing would be left.", fix)
-    # Of a flattened one each key has the name of the weights before it: `optimizer.state.NAME.KEY`.
-    flat = flat_keys(tree)
-
-    def is_dropped(_: Any, path: Path) -> bool:
-        return path in paths or (len(path) == 1 and path[0] in flat)
-
-    lean = without_entries(tree, is_dropped)[0] if paths else tree
+        raise UsageError(what, "Without it no tensor would be left.", fix)
+    paths |= {path: None for path in dropped if path[0] not in flat}
     return lean, tuple(address(base + path) for path in paths)
 
 

@@ -56,11 +56,12 @@ def prove(
     with temporary_files(), TemporaryDirectory(prefix="ckptool-config-") as folder:
         if config is not None:
             check_harness()
-            from ckptool.training import configfile
+            from ckptool.training import configfile, run_folder
 
             saves = [f"train.steps={steps}", "train.epochs=null", f"save.every={max(1, steps // 20)}"] if steps else []
             path = Path(folder, "run.yaml")
-            path.write_text(configfile.written(configfile.read(config, [*saves, *several(set)])), encoding="utf-8")
+            values = configfile.read(config, [*saves, *several(set)]).dumped()
+            path.write_text(run_folder.dumped(values), encoding="utf-8")
             words = ("ckptool", "train", str(path), "--set", "run={run}", "--resume", "auto", "-q")
             command = [sys.executable, "-m", *words]
         return prove_command(command, kills=kills, seed=seed, timeout=timeout, say=say or str)

@@ -162,9 +162,6 @@ def test_a_file_whose_keys_are_objects_is_the_same_as_itself(tmp_path: Path) -> 
 # Rows 70 to 75: bombs. Each of them within the limits, in every verb --------------------------------------------------
 
 
-# Rows 70 to 75: bombs. Each of them within the limits, in every verb.
-
-
 # Those that take a second each; `make soak` has all.
 SLOW = {"70-million-lists", "71-empty-dicts", "71-empty-sets", "71-small-tuples", "71-calls", "71-known-calls",
         "71-names",
@@ -196,9 +193,6 @@ def bomb(title: str, see: Callable[..., Seen], *commands: str) -> None:
 
 
 # Rows 53 to 60 and 85: what would run. Each opens, is named, and is neither loaded nor written ------------------------
-
-
-# Rows 53 to 60 and 85: what would run. Each opens, is named, and is neither loaded nor written.
 
 
 @looped("title", CALLS)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.errors import RunFailed, TextLines
-from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS, configfile
+from ckptool.training import CHECKPOINTS, CONFIG, HISTORY, METRICS, configfile, run_folder
 from ckptool.training.config import Config
 from ckptool.training.store import Lines, described, files_of, name_of
 from tests.support.fork_server import ForkServer
@@ -93,7 +93,7 @@ class KilledRun:
     def words(self, name: str, *changes: str) -> list[str]:
         path = os.path.join(self.folder, CONFIG)
         if not os.path.exists(path):
-            Path(path).write_text(configfile.written(self.config), encoding="utf-8")
+            Path(path).write_text(run_folder.dumped(self.config.dumped()), encoding="utf-8")
         sets = [word for change in (f"run={self.run_of(name)}", *changes) for word in ("--set", change)]
         return ["train", path, "--resume", "auto", "--quiet", *sets]
 

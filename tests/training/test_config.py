@@ -18,7 +18,7 @@ import pytest
 
 from ckptool.errors import Conflict, FileProblem, LimitExceeded, UsageError
 from ckptool.training import config as keys_module
-from ckptool.training import configfile
+from ckptool.training import configfile, run_folder
 from ckptool.training.config import Config
 from ckptool.training.configfile import example, schema_text
 from tests.support.looped import looped
@@ -169,7 +169,7 @@ def test_any_key_can_be_set_and_numbers_are_as_people_write_them() -> None:
 
 def test_what_is_written_is_read_again() -> None:
     made = parsed(example())
-    text = configfile.written(made)
+    text = run_folder.dumped(made.dumped())
     assert parsed(text) == made
     older = text.replace("{every: 10, ", "{every: 10, csv: false, ") + "cudnn_benchmark: false\n"  # of 0.2.0
     assert older.count("false") == text.count("false") + 2

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptool.training import run_folder
 from ckptool.training.parallel import World
-from ckptool.training.saving import Saver, Staging, to_cpu
+from ckptool.training.saving import Saver, to_cpu
 from ckptool.training.store import Retention, commit_file
 from tests.support.small_runs import CONV, GAN, IMAGES, run_to_end, scheduled
 
@@ -41,15 +41,15 @@ def test_copies_of_the_state_are_gone_with_their_save(
 ) -> None:
     """Before a copy is made, none of an earlier one is left; and none is at the end. The collector of garbage does not
     run."""
-    made, copies, left = Staging.copied, [], []
+    copies, left = [], []
 
-    def copied(staging: Staging, tree: Any) -> Any:
+    def copied(tree: Any, **options: Any) -> Any:
         left.append(sum(any(each() is not None for each in copy) for copy in copies))
-        copy = made(staging, tree)
+        copy = to_cpu(tree, **options)
         copies.append([weakref.ref(tensor) for tensor in tensors(copy)])
         return copy
 
-    monkeypatch.setattr(Staging, "copied", copied)
+    monkeypatch.setattr("ckptool.training.saving.to_cpu", copied)
     gc.collect()
     gc.disable()
     try:
@@ -77,9 +77,9 @@ def odd_state() -> dict[str, Any]:
 
 def test_a_copy_is_saved_as_what_it_is_a_copy_of(tmp_path: Path) -> None:
     """Also one that was made into the memory of another; whatever was written into the state since."""
-    staging, state = Staging(), odd_state()
-    staging.copied({"other": torch.zeros(60), "more": torch.zeros(7, dtype=torch.int16)})
-    for name, tree in (("live", state), ("copy", staging.copied(state))):
+    memory, state = list[torch.UntypedStorage](), odd_state()
+    to_cpu({"other": torch.zeros(60), "more": torch.zeros(7, dtype=torch.int16)}, copied=True, memory=memory)
+    for name, tree in (("live", state), ("copy", to_cpu(state, copied=True, memory=memory))):
         commit_file(to_cpu(tree), str(tmp_path / name), str(tmp_path / f"{name}.json"), {"step": 1}, {})
         state["views"][2].zero_()
     assert (tmp_path / "live").read_bytes() == (tmp_path / "copy").read_bytes()
@@ -88,22 +88,23 @@ def test_a_copy_is_saved_as_what_it_is_a_copy_of(tmp_path: Path) -> None:
 def test_a_copy_of_a_tensor_that_is_made_of_others() -> None:
     """It has a storage without bytes; its parts are copied."""
     made = TwoTensor(torch.ones(3), torch.zeros(3))
-    copy = Staging().copied({"made": made})["made"]
+    copy = to_cpu({"made": made}, copied=True)["made"]
     made.a.zero_()
     assert type(copy) is TwoTensor and copy.a.tolist() == [1, 1, 1] and copy.b.tolist() == [0, 0, 0]
 
 
 def test_the_memory_of_a_copy_serves_the_next(tmp_path: Path) -> None:
     """Allocated once; what has another size gets its own, and what is not needed is given back."""
-    staging = Staging()
+    memory = list[torch.UntypedStorage]()
 
     def places(state: dict[str, Any]) -> set[int]:
-        return {tensor.data_ptr() for tensor in tensors(staging.copied(state)) if tensor.layout is torch.strided}
+        copy = to_cpu(state, copied=True, memory=memory)
+        return {tensor.data_ptr() for tensor in tensors(copy) if tensor.layout is torch.strided}
 
     first = places({"a": torch.zeros(1000), "b": torch.zeros(1000), "c": torch.zeros(9)})
     assert places({"c": torch.zeros(9), "b": torch.ones(1000), "a": torch.ones(1000)}) == first
     assert len(places({"a": torch.zeros(1000), "b": torch.zeros(5000)}) & first) == 1
-    assert [memory.nbytes() for memory in staging._memory] == [4000, 20_000]
+    assert [storage.nbytes() for storage in memory] == [4000, 20_000]
 
 
 def test_a_save_in_the_background_has_the_state_of_its_step(tmp_path: Path) -> None:
@@ -127,8 +128,7 @@ def test_a_save_in_the_background_has_the_state_of_its_step(tmp_path: Path) -> N
             saver.save(step, partial(dict, w=weight), {})
             weight.add_(1)
             changed.set()
-            assert isinstance(saver._staging, Staging)
-            (memory,) = map(weakref.ref, saver._staging._memory)
+            (memory,) = map(weakref.ref, saver._memory or ())
         saver.finish()
         assert memory() is None
     finally:

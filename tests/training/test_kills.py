@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.training import configfile
+from ckptool.training import run_folder
 from ckptool.training.store import Lines
 from tests.support.fork_server import ForkServer
 from tests.support.killed_runs import STEPS, Kill, configured, ends_the_same, lab, resumed_steps
@@ -161,7 +161,7 @@ def test_two_processes_are_killed(tmp_path: Path) -> None:
     """ddp under torchrun: all of it is killed ten times, and ends as it would have."""
     made = configured(config(strategy="ddp"), 400, 5)
     path = tmp_path / "run.yaml"
-    path.write_text(configfile.written(made))
+    path.write_text(run_folder.dumped(made.dumped()))
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     ours = [str(Path(sys.executable).parent / "ckptool"), "train", str(path), "--resume", "auto", "-q", "--set"]
 

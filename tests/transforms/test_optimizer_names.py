@@ -31,6 +31,7 @@ OPTIMIZERS: dict[str, Any] = {
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
 }
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -328,3 +329,63 @@ def test_what_deepspeed_lists_as_buffers_is_no_parameter(tmp_path: Path) -> None
     named = torch.load(tmp_path / "named.pt", weights_only=True)["optimizer"]
     for name, parameter in model.named_parameters():
         assert named["state"][name]["exp_avg"].equal(optimizer.state[parameter]["exp_avg"]), name
+
+
+def test_names_that_ddp_gives_are_those_of_the_weights_of_its_module(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"module": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))})
+    optimizer = torch.optim.Adam(model.named_parameters())
+    model["module"](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    inner, out = model["module"], tmp_path / "out.pt"
+    file = saved({"model": inner.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    ckptool.convert(file, out, optimizer_as="names")
+    again = torch.optim.Adam(inner.parameters())
+    set_optimizer_state_dict(inner, again, torch.load(out, weights_only=True)["optimizer"])
+    assert_same_objects([*again.state.values()], [*optimizer.state.values()])
+
+
+def test_the_average_beside_a_model_does_not_make_it_unclear(tmp_path: Path) -> None:
+    """`AveragedModel` has other names, and weights that fit as well."""
+    model, optimizer, _ = made(1, "adam", False, 1, False)
+    average = torch.optim.swa_utils.AveragedModel(model).state_dict()
+    tree = {"swa_model": average, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    out = tmp_path / "out.pt"
+    ckptool.convert(saved(tree, tmp_path / "a.pt"), out, optimizer_as="names")
+    assert_same_objects(load(out)["optimizer"], get_optimizer_state_dict(model, optimizer))
+    done = ckptool.translate(
+        tmp_path / "a.pt", "*first.weight => *first.w : transpose", out, rest="keep", overwrite=True
+    )
+    assert done.facts["optimizers"] == 1
+
+
+def test_rows_and_columns_tell_whose_they_are(tmp_path: Path) -> None:
+    """Adafactor of transformers, in one group, or in two with a momentum."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+    for groups, momentum in ((1, False), (2, True)):
+        slots: dict[int, Any] = {}
+        names = sorted(dict(model.named_parameters()), key=lambda name: groups == 2 and name.endswith("bias"))
+        for number, name in enumerate(names):
+            value = model.get_parameter(name).detach()
+            slots[number] = {"step": 3, "RMS": 0.5, **({"exp_avg": value + 1} if momentum else {})}
+            rows = {"exp_avg_sq_row": value.mean(-1), "exp_avg_sq_col": value.mean(-2)} if value.dim() > 1 else {}
+            slots[number] |= rows or {"exp_avg_sq": value + 2}
+        parts = [[*range(4)]] if groups == 1 else [[0, 1], [2, 3]]
+        optimizer = {"state": slots, "param_groups": [{"lr": 0.1, "params": part} for part in parts]}
+        file = saved({"model": model.state_dict(), "optimizer": optimizer}, tmp_path / "a.pt")
+        ckptool.convert(file, tmp_path / "out.pt", optimizer_as="names", overwrite=True)
+        state = torch.load(tmp_path / "out.pt", weights_only=True)["optimizer"]["state"]
+        assert_same_objects([state[name] for name in names], [*slots.values()])
+
+
+def test_moments_by_name_are_no_weights(tmp_path: Path) -> None:
+    """As loops save them that have no class for an optimizer: `cast` leaves them, `convert` takes the model."""
+    weights = {"fc.weight": torch.rand(3, 2), "fc.bias": torch.rand(3)}
+    for name, keys in (("opt", "mv"), ("opt_state", ("exp_avg", "exp_avg_sq"))):
+        moments = {key: {name: value + 1 for name, value in weights.items()} for key in keys}
+        file, out = saved({"model": weights, name: {**moments, "t": 3}}, tmp_path / "a.pt"), tmp_path / "out.pt"
+        ckptool.cast(file, out, dtype="bf16", overwrite=True)
+        after = load(out)
+        assert_same_objects(after[name], {**moments, "t": 3}, storages=False)
+        assert {value.dtype for value in after["model"].values()} == {torch.bfloat16}
+        ckptool.convert(file, tmp_path / "out.safetensors", overwrite=True)
+        assert ckptool.load(tmp_path / "out.safetensors").keys() == weights.keys()

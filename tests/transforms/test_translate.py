@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ckptool
-from ckptool.errors import CkptoolError, Conflict
+from ckptool.errors import CkptoolError, Conflict, Unsupported
 from ckptool.names.rules import parse_operation
 from tests.support.looped import looped
 from tests.support.random_rules import FLOATS, RandomRules, values
@@ -362,6 +362,69 @@ def test_moments_of_two_models_with_the_same_names_and_lists_that_stay(named: bo
         old, new = (side[f"optimizer_{name}"]["state"][0]["exp_avg"] for side in (tree, after))
         assert torch.equal(old.T, new)
     assert done.facts["lists"] == ["ema/shadow_params"] and any("ema/shadow_params" in line for line in done.details)
+
+
+def of_layers(width: int, field: Any) -> dict[str, Any]:
+    """A model of two layers, one of them square, and the state of an optimizer by number that keeps these fields."""
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(2, width)}).state_dict()
+    slots = {n: {"step": 2, "exp_avg": torch.randn(p.shape), **field(p)} for n, p in enumerate(model.values())}
+    return {"model": model, "optimizer": {"state": slots, "param_groups": [{"lr": 0.1, "params": [*slots]}]}}
+
+
+FIELDS: dict[str, Any] = {  # of Shampoo, Adafactor, Prodigy, NovoGrad, a layer-wise rate, and what is a count
+    "precond_0": lambda p: {"precond_0": torch.randn((len(p), len(p)))},
+    "col_var": lambda p: {"row_var": p.norm(dim=-1, keepdim=True), "col_var": p.norm(dim=0, keepdim=True)},
+    "s": lambda p: {"s": p.flatten()[::3].clone()},
+    "norm": lambda p: {"norm": p.norm()},
+    "rate": lambda p: {"rate": float(p.norm())},
+    "exp_avg_lr_1": lambda p: {"exp_avg_lr_1": 0.25, "is_large": p.dim() > 1},
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize(
+    "rule", ["a.weight => w : transpose", "b.weight => w : transpose", "a.weight => w, v : split 0 [1, 2]"]
+)
+def test_fields_that_are_not_of_each_element_do_not_move_as_if_they_were(field: str, rule: str, tmp_path: Path) -> None:
+    """Factors may have the shape of a parameter that is square, or a row; a norm is not that of each part."""
+    tree = of_layers(1, FIELDS[field])
+    torch.save(tree, tmp_path / "in.pt")
+    if field == "exp_avg_lr_1" or (field in ("norm", "rate") and "transpose" in rule):
+        ckptool.translate(tmp_path / "in.pt", rule, tmp_path / "out.pt", rest="keep")
+        slots = torch.load(tmp_path / "out.pt")["optimizer"]["state"]
+        old = tree["optimizer"]["state"]["ab".index(rule[0]) * 2]
+        parts = [slots[n] for n in slots if slots[n]["exp_avg"].dim() > 1 and n in ((0, 1) if rule[0] == "a" else (2,))]
+        assert parts and all(part[field] == old[field] for part in parts)
+    else:
+        with pytest.raises(Unsupported, match="does not have "):
+            ckptool.translate(tmp_path / "in.pt", rule, tmp_path / "out.pt", rest="keep")
+    torch.save({**tree, "epoch": 1}, tmp_path / "in.pt")
+    done = ckptool.translate(tmp_path / "in.pt", "*.weight => *.w", tmp_path / "named.pt", rest="keep")
+    assert done.facts["optimizers"] == 0
+    assert_same_objects(torch.load(tmp_path / "named.pt")["optimizer"], tree["optimizer"])
+
+
+def test_what_is_kept_of_parameters_beside_their_slots_is_refused(tmp_path: Path) -> None:
+    """The vectors of LBFGS are those of all parameters; Lookahead keeps slow weights by number."""
+    lbfgs = {"params": [*range(4)], "param_names": ["a.weight", "a.bias", "b.weight", "b.bias"]}
+    tree = of_layers(2, lambda p: {})
+    optimizer = tree["optimizer"]
+    for state, words in (
+        (
+            {**optimizer, "slow_state": {n: {"slow": torch.randn((2,))} for n in range(4)}},
+            "more for its parameters in slow_state",
+        ),
+        (
+            {
+                "state": {0: {"d": torch.randn((18,))}},
+                "param_groups": [{**lbfgs, "history_size": 9, "line_search_fn": None}],
+            },
+            "LBFGS",
+        ),
+    ):
+        torch.save({**tree, "optimizer": state}, tmp_path / "in.pt")
+        with pytest.raises(Unsupported, match=words):
+            ckptool.translate(tmp_path / "in.pt", "b.weight => w : transpose", tmp_path / "out.pt", rest="keep")
 
 
 @pytest.mark.parametrize(

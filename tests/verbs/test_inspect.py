@@ -452,3 +452,36 @@ class Whole:
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
+
+
+CALLED: dict[str, Any] = {  # by the tensors that they keep; "optimizer" where those are of none that is known
+    "Adam": torch.optim.AdamW,
+    "NAdam": torch.optim.NAdam,
+    "Adamax": torch.optim.Adamax,
+    "Adadelta": torch.optim.Adadelta,
+    "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.5),
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+    "Adagrad": torch.optim.Adagrad,
+    "Adafactor": torch.optim.Adafactor,
+    "LBFGS": torch.optim.LBFGS,
+    "SGD momentum": lambda p: torch.optim.SGD(p, momentum=0.9),
+    "Lion": "exp_avg",
+    "optimizer": "exp_avg hessian",  # Sophia
+    "optimizer ": "exp_avg exp_avg_sq exp_avg_diff",  # Adan
+    "optimizer  ": "momentum_buffer precond_0",  # Shampoo
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_an_optimizer_is_called_what_it_is(name: str, tmp_path: Path) -> None:
+    model, kind = torch.nn.Linear(3, 2), CALLED[name]
+    state: Any = {n: {key: torch.ones(2) for key in str(kind).split()} for n in range(2)}
+    state = {"state": state, "param_groups": [{"params": [0, 1]}]}
+    if not isinstance(kind, str):
+        optimizer = kind(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step(lambda: model(torch.ones(1, 3)).sum())
+        state = optimizer.state_dict()
+    shown = str(ckptool.inspect(saved({"optimizer": state, "model": model.state_dict()}, tmp_path / "a.pt")))
+    assert f" {name.strip()} state for 2 parameters" in shown

@@ -248,6 +248,9 @@ def _translated_optimizer(
     two groups or have state besides their moments that differs, `Unsupported` for state of other shapes."""
     slots, before = Slots(optimizer, place), optimizer
     is_named = slots.is_named
+    changing = {id(root) for root in roots if any(step.rule.chain for step in root.steps)}
+    if not (changing or slots.own_names() or any(root.dropped or root.unfilled for root in roots)):
+        return before  # numbers stay what they are
     if not is_named:
         buffers = {name for root in roots for name in root.dropped}  # keys that the rules drop may be buffers
         advice = f"translate{WITHOUT.removeprefix('Translate')}"
@@ -261,11 +264,13 @@ def _translated_optimizer(
     root = max(roots, key=fit)
     by_name = {slot: value for slot, value in optimizer["state"].items() if slot in keys}
     unknown = [name for name in by_name if name not in root.scope.node]
-    if unknown and any(step.rule.chain for step in root.steps):
+    if unknown and id(root) in changing:
         what = f"{place} has state for {listed(unknown, 3)}, which no weights are called"
         raise Conflict(what, "It is unknown which of its moments the rules are for.", WITHOUT)
     if keys.isdisjoint(root.scope.node):
         return before
+    if id(root) in changing:
+        slots.refuse_joint(WITHOUT, root.scope.node)
     beside = {slot: value for slot, value in optimizer["state"].items() if slot not in keys}
     state = dict[Any, Any]()
     renamed: dict[Any, list[Any]] = {name: [] for name in (*root.dropped, *root.unfilled)}
@@ -312,6 +317,9 @@ def _step_slots(step: Step, state: Mapping[str, Any], root: TranslatedRoot, plac
     new_slots: dict[str, dict[Any, Any]] = {name: {} for name in step.outputs}
     for field in slots[0]:
         values = [slot[field] for slot in slots]
+        kinds = {value.dtype.kind if isinstance(value, TensorEntry) else type(value).__name__ for value in values}
+        # Others are computed from the whole parameter, as NovoGrad's norms: no part of it has the same.
+        is_count = field in NUMBERS or "float" not in kinds or len(step.keys) == len(step.outputs) == 1
         if field not in NUMBERS and all(
             isinstance(value, TensorEntry) and value.shape == shape
             for value, shape in zip(values, step.shapes, strict=True)
@@ -319,11 +327,11 @@ def _step_slots(step: Step, state: Mapping[str, Any], root: TranslatedRoot, plac
             moments = dict(root.results(step, dict(zip(step.keys, values, strict=True)), {}))
             for name in step.outputs:
                 new_slots[name][field] = moments[name]
-        elif all(_is_number_in_both(value, values[0]) for value in values):
+        elif is_count and all(_is_number_in_both(value, values[0]) for value in values):
             for name in step.outputs:  # one for each, as torch counts steps in place
                 new_slots[name][field] = values[0].alone() if isinstance(values[0], TensorEntry) else values[0]
         else:
-            what = f"{place}: {field!s} of {step.keys[0]} does not have its shape"
+            what = f"{place}: {field!s} of {step.keys[0]} does not have one value for each of its elements"
             raise Unsupported(what, "It is unknown how the rules would apply to it.", WITHOUT)
     return new_slots
 
