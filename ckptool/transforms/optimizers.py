@@ -18,7 +18,7 @@ from typing import Any
 from ckptool.analysis.targets import PARAMETER, Target, kind_by_name
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
 from ckptool.checkpoint.files import Folder
-from ckptool.checkpoint.nodes import fields
+from ckptool.checkpoint.nodes import fields, items
 from ckptool.checkpoint.tree import address, holders, replaced_at, tensors
 from ckptool.commands import FILE, OUT, arg, command
 from ckptool.conventions.optimizer_keys import FACTORS, flattened, nested, with_numbers
@@ -121,8 +121,7 @@ class Slots:
             raise Conflict(f"{self.called} has a parameter in two groups", "No optimizer writes that.")
 
     def renamed(self, new: Mapping[Any, Any]) -> Slots:
-        """The slots under other keys; what torch keeps in the state beside them stays. Raises `Unsupported` where they
-        are keys of something else, too, as of Lookahead's slow weights."""
+        """The slots under other keys. Raises `Unsupported` where they are keys elsewhere, too, as Lookahead has them."""
         if others := [key for key, part in self.tree.items() if key != "state" and {*self.slots} & {*fields(part)}]:
             fix = f"Go without: {command('slim', FILE, out=OUT)}"
             raise Unsupported(f"{self.called} has more for its parameters in {listed(others)}", "", fix)
@@ -144,8 +143,7 @@ class Slots:
         return Slots({**self.tree, "param_groups": groups}, self.place).renamed(numbers).tree
 
     def refuse_joint(self, fix: str, weights: Mapping[Any, Any] | None = None) -> None:
-        """Raises `Unsupported` for vectors of all parameters, as LBFGS has them, and for state of other shapes than the
-        weights of that name have: factors, as Adafactor's. One of them may have the shape of a weight by chance."""
+        """Raises `Unsupported` for LBFGS, and for factors: state that has not the shapes of these weights throughout."""
         what, weights = "", weights or {}
         for path, tensor in tensors({name: slot for name, slot in self.tree["state"].items() if name in weights}):
             if tensor.numel > 1 and tensor.shape != getattr(weights[path[0]], "shape", tensor.shape):
@@ -194,8 +192,7 @@ class Slots:
         for root in roots:
             # DeepSpeed lists the names of buffers, which no optimizer has, beside the weights.
             holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
-            beside = holder.get("buffer_names") if isinstance(holder, dict) else None
-            buffer_names = {name for name in beside if type(name) is str} if isinstance(beside, list) else set()
+            buffer_names = {name for name in items(fields(holder).get("buffer_names")) if type(name) is str}
             first_names: dict[Any, str] = {}  # of each tensor
             for key, value in root.node.items():
                 if type(key) is str and isinstance(value, (TensorEntry, Composite)):
