@@ -16,8 +16,10 @@ from ckptool.errors import Corrupt
 
 # What optimizers count in one number, whatever the parameter (torch/optim/{adam,nadam,asgd}.py; LaProp, old NAdams).
 NUMBERS = frozenset("step mu_product eta mu m_schedule exp_avg_lr_1 exp_avg_lr_2".split())
-# What is of other shapes than the parameter: Adafactor's rows and columns, bitsandbytes' scales of codes.
-FACTORS = NUMBERS.union("row_var col_var exp_avg_sq_row exp_avg_sq_col qmap1 qmap2 absmax1 absmax2 unorm_vec".split())
+# What is of other shapes than the parameter: Adafactor's rows and columns and norm, bitsandbytes' scales of codes.
+FACTORS = NUMBERS.union(
+    "row_var col_var exp_avg_sq_row exp_avg_sq_col RMS qmap1 qmap2 absmax1 absmax2 unorm_vec".split()
+)
 PARAMETER_LISTS = frozenset({"params", "param_names"})  # of a group
 _STATE, _GROUPS = "state.", "param_groups."
 _SMALL = 1 << 10  # bytes of an option that is a tensor, as a learning rate may be

@@ -121,7 +121,7 @@ class Slots:
             raise Conflict(f"{self.called} has a parameter in two groups", "No optimizer writes that.")
 
     def renamed(self, new: Mapping[Any, Any]) -> Slots:
-        """The slots under other keys. Raises `Unsupported` where they are keys elsewhere, too, as Lookahead has them."""
+        """The slots under other keys. Raises `Unsupported` where they are keys elsewhere, too (Lookahead's)."""
         if others := [key for key, part in self.tree.items() if key != "state" and {*self.slots} & {*fields(part)}]:
             fix = f"Go without: {command('slim', FILE, out=OUT)}"
             raise Unsupported(f"{self.called} has more for its parameters in {listed(others)}", "", fix)
@@ -143,7 +143,7 @@ class Slots:
         return Slots({**self.tree, "param_groups": groups}, self.place).renamed(numbers).tree
 
     def refuse_joint(self, fix: str, weights: Mapping[Any, Any] | None = None) -> None:
-        """Raises `Unsupported` for LBFGS, and for factors: state that has not the shapes of these weights throughout."""
+        """Raises `Unsupported` for LBFGS, and for factors: state of other shapes than these weights."""
         what, weights = "", weights or {}
         for path, tensor in tensors({name: slot for name, slot in self.tree["state"].items() if name in weights}):
             if tensor.numel > 1 and tensor.shape != getattr(weights[path[0]], "shape", tensor.shape):

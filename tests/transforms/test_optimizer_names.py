@@ -366,7 +366,7 @@ def test_rows_and_columns_tell_whose_they_are(tmp_path: Path) -> None:
         names = sorted(dict(model.named_parameters()), key=lambda name: groups == 2 and name.endswith("bias"))
         for number, name in enumerate(names):
             value = model.get_parameter(name).detach()
-            slots[number] = {"step": 3, "RMS": 0.5, **({"exp_avg": value + 1} if momentum else {})}
+            slots[number] = {"step": 3, "RMS": value.norm(), **({"exp_avg": value + 1} if momentum else {})}
             rows = {"exp_avg_sq_row": value.mean(-1), "exp_avg_sq_col": value.mean(-2)} if value.dim() > 1 else {}
             slots[number] |= rows or {"exp_avg_sq": value + 2}
         parts = [[*range(4)]] if groups == 1 else [[0, 1], [2, 3]]
