@@ -28,7 +28,7 @@ from ckptool.verbs.convert import convert
 from fixtures.torch_tar import tar_bytes, tar_members
 from tests.support.files import torch_bytes, written
 from tests.support.same import assert_same_tree
-from tests.support.zip_layouts import Layout, honest
+from tests.support.zips import Layout, honest
 
 TREE = {"w": torch.arange(3.0), "b": torch.tensor([1, -2], dtype=torch.int16), "n": 3}
 STATE = {name: value for name, value in TREE.items() if isinstance(value, torch.Tensor)}
@@ -198,14 +198,15 @@ def test_any_byte_of_a_whole_tree_in_safetensors_changed(whole: bool, tmp_path: 
     assert refused > len(data) // 2
 
 
-@pytest.mark.parametrize("kind", ["plain", "whole tree", "deflated", "streamed"])  # other zips: tests/formats
+@pytest.mark.parametrize("kind", ["plain", "whole tree", *ZIPS])
 def test_any_length_of_a_file(kind: str, tmp_path: Path) -> None:
     path = written(ZIPS[kind], tmp_path / "a.pt") if kind in ZIPS else whole_tree_file(tmp_path)
     path = plain_file(tmp_path / "right.safetensors") if kind == "plain" else path
     for size in reversed(range(path.stat().st_size)):
         os.truncate(path, size)
-        with pytest.raises(CkptoolError):
+        with pytest.raises(CkptoolError) as caught:
             read(path)
+        assert kind not in ZIPS or type(caught.value) is (NotACheckpoint if 0 < size < 4 else Truncated), size
 
 
 # Other containers, which have no checksums or few ---------------------------------------------------------------------

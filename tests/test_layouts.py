@@ -21,10 +21,18 @@ from ckptool.names.layout import layouts_of, read_layout, shipped, translation_t
 from ckptool.names.pattern import parse_name
 from tests.support.cli import Run
 from tests.support.files import load, saved
-from tests.support.layout_vectors import LAYOUT_CASES, State, case_of, counting, digests
-from tests.support.llama_meta import MetaLlama, write_ranks
+from tests.support.layouts import (
+    GPT,
+    LAYOUT_CASES,
+    MetaLlama,
+    State,
+    case_of,
+    configure_optimizers,
+    counting,
+    digests,
+    write_ranks,
+)
 from tests.support.looped import looped
-from tests.support.nanogpt import GPT, configure_optimizers
 
 CASES = sorted(path.name for path in LAYOUT_CASES.iterdir())
 WHOLE = [name for name in CASES if name not in ("llama-meta", "llama-megatron-stacked")]  # one file, no numbers to set

@@ -53,7 +53,7 @@ def complete(arguments: Sequence[str]) -> int:
         for rest, word in plain.items():
             name = printable(re.sub(r".*[#/](?=.)", "", word.text, flags=re.DOTALL) if "#" in word.text else word.text)
             about = printable(word.about)
-            space = " " if word.final and not is_open else ""
+            space = " " if word.final and (shell == "zsh" or not is_open) else ""  # zsh closes the quote before it
             if shell == "fish":
                 pieces.append(f"{word.text}\t{about}\0")
             elif shell == "zsh":

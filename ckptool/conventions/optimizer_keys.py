@@ -75,9 +75,8 @@ def nested(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return tree
     children = {key: _unflattened(value) for key, value in tree.items() if isinstance(value, dict)}
-    if any(children[key] is not tree[key] for key in children):
-        tree = same_kind(tree, {key: children.get(key, value) for key, value in tree.items()})
-    return _unflattened(tree)
+    is_same = all(children[key] is tree[key] for key in children)
+    return _unflattened(tree if is_same else same_kind(tree, {**tree, **children}))
 
 
 def _unflattened(node: dict[Any, Any]) -> dict[Any, Any]:
@@ -129,19 +128,18 @@ def _flat_as(node: dict[Any, Any], before: Any) -> dict[Any, Any]:
 def _groups(options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """The parameter groups: names with the same options, in the order in which they come."""
     groups: dict[Any, dict[str, Any]] = {}
-    numbers: dict[int | str, int] = {}  # the same for equal values, by their ids and by their texts
+    texts: dict[int, str] = {}  # by ids; plain values, and lists of them, have the same if they are equal
     for name, values in options.items():
-        for value in values.values():
-            if id(value) in numbers:
-                continue
+        for value in (value for value in values.values() if id(value) not in texts):
             parts = value if isinstance(value, (list, tuple)) else (value,)
-            text = f"<{id(value)}>"  # plain values, and lists of them, have the same if they are equal
+            texts[id(value)] = f"<{id(value)}>"
             if isinstance(value, TensorEntry):
-                text = repr((value.dtype, value.shape, value.bytes() if value.nbytes <= _SMALL else value.view))
+                texts[id(value)] = repr(
+                    (value.dtype, value.shape, value.bytes() if value.nbytes <= _SMALL else value.view)
+                )
             elif all(part is None or type(part) in (str, int, float, bool) for part in parts):
-                text = repr(value)
-            numbers[id(value)] = numbers.setdefault(text, len(numbers))
-        key = tuple(sorted((option, numbers[id(value)]) for option, value in values.items()))
+                texts[id(value)] = repr(value)
+        key = tuple(sorted((option, texts[id(value)]) for option, value in values.items()))
         groups.setdefault(key, {**values, "params": []})["params"].append(name)
     return list(groups.values())
 

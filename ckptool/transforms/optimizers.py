@@ -149,7 +149,8 @@ class Slots:
         what, weights = "", weights or {}
         for path, tensor in tensors({name: slot for name, slot in self.tree["state"].items() if name in weights}):
             if tensor.numel > 1 and tensor.shape != getattr(weights[path[0]], "shape", tensor.shape):
-                what = f"{self.called}: {path[-1]} of {path[0]} does not have one value for each of its elements"
+                field = next((key for key in reversed(path) if type(key) is str), path[-1])
+                what = f"{self.called}: {field} of {path[0]} does not have one value for each of its elements"
         if any("history_size" in group and "line_search_fn" in group for group in self.groups):
             what = f"{self.called} is LBFGS, whose vectors cover all parameters together"
         if what:

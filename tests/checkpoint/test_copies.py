@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 import ckptool
 from ckptool.checkpoint import files
 from ckptool.errors import CkptoolError, FileChanged, UsageError
+from tests.support.errors import refused
 from tests.support.files import saved, weights
 from tests.support.looped import looped
 from tests.support.object_graphs import saved_graph
@@ -124,14 +125,11 @@ def test_a_pickle_never_stands_for_other_values(tmp_path: Path) -> None:
         pickle.dumps(ckptool.open(io.BytesIO(file.read())))
     save_file({"a": STATE["a"] + 1}, tmp_path / "other")
     os.replace(tmp_path / "other", path)
-    with pytest.raises(FileChanged):
-        pickle.loads(moved)["a"].numpy()
-    with pytest.raises(UsageError, match="cannot be pickled"):
-        pickle.dumps(checkpoint)
+    refused(FileChanged, tmp_path, lambda: pickle.loads(moved)["a"].numpy())
+    refused(UsageError, tmp_path, lambda: pickle.dumps(checkpoint), "cannot be pickled")
     assert torch.equal(checkpoint["a"].torch(), STATE["a"])
     path.unlink()
-    with pytest.raises(CkptoolError):
-        pickle.loads(moved)["a"].numpy()
+    refused(CkptoolError, tmp_path, lambda: pickle.loads(moved)["a"].numpy())
 
 
 def test_what_only_this_process_can_make_is_not_pickled(tmp_path: Path) -> None:

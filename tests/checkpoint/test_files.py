@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
-from ckptool.checkpoint import files
+import ckptool
+from ckptool.checkpoint import files, workers
 from ckptool.checkpoint.files import Folder, Source
 from ckptool.errors import FileChanged, FileProblem
-from tests.support.sharded_folders import write_index
+from tests.support.engine_folders import write_index
+from tests.support.errors import three_parts
+from tests.support.files import saved
 
 LIMITED = """
 import resource, sys
@@ -153,3 +160,101 @@ assert [int(source.read(0, 1)[0]) for source in sources] == [int(name) for name 
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 64
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# Files that change ----------------------------------------------------------------------------------------------------
+# Files that somebody changes while a checkpoint of them is open: never new values for old, nor called damaged.
+
+
+def content(kind: str, seed: int, rows: int = 64) -> bytes:
+    """A file of two tensors, as its own library writes it."""
+    numbers, stream = torch.Generator().manual_seed(seed), io.BytesIO()
+    state = {"a": torch.randn(rows, 4, generator=numbers), "b": torch.randn(3, generator=numbers)}
+    if kind == "safetensors":
+        return save(state)
+    if kind.startswith("npz"):
+        write: Any = numpy.savez_compressed if kind == "npz, compressed" else numpy.savez
+        write(stream, **{name: tensor.numpy() for name, tensor in state.items()})
+    else:
+        torch.save(state, stream, _use_new_zipfile_serialization=kind == "zip")
+    return stream.getvalue()
+
+
+CHANGES: dict[str, Callable[[Path, str], Any]] = {
+    "other values": lambda path, kind: path.write_bytes(content(kind, 2)),
+    "other shapes": lambda path, kind: path.write_bytes(content(kind, 3, 100)),
+    "cut": lambda path, _: os.truncate(path, path.stat().st_size // 2),
+    "something else": lambda path, _: path.write_bytes(b"something else" * 200),
+}
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(torch.zeros(64, 4)), torch.nn.Parameter(torch.zeros(3))
+
+
+ZEROS = {"a": torch.zeros(64, 4), "b": torch.zeros(3)}
+READS: dict[str, Callable[[Any, Path], Any]] = {
+    "numpy": lambda ckpt, _: ckpt["a"].numpy(),
+    "bytes": lambda ckpt, _: ckpt["a"].bytes(),
+    "torch": lambda ckpt, _: ckpt["a"].torch(),
+    "a slice": lambda ckpt, _: ckpt["a"][3:5],
+    "a cast": lambda ckpt, _: ckpt["a"].to("bf16")[0],
+    "load": lambda ckpt, _: ckptool.load(ckpt),
+    "load a copy": lambda ckpt, _: ckptool.load(ckpt, mmap=False),
+    "load_into": lambda ckpt, _: ckptool.load_into(Model(), ckpt),
+    "save": lambda ckpt, out: ckptool.save(ckpt, out / "o.safetensors"),
+    "verify": lambda ckpt, _: ckptool.verify(ckpt, finite=True),
+    "diff": lambda ckpt, _: ckptool.diff(ckpt, ZEROS),
+    "statistics": lambda ckpt, _: ckptool.inspect(ckpt, stats=True),
+    "cast": lambda ckpt, out: ckptool.cast(ckpt, out / "o.pt", dtype="f16", verify=True),
+}
+
+
+@pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors", "npz", "npz, compressed"])
+def test_a_changed_file(kind: str, tmp_path: Path) -> None:
+    path, out, wrong = tmp_path / "a.bin", tmp_path / "out", []
+    out.mkdir()
+    for how, change in CHANGES.items():
+        for name, read in READS.items():
+            path.write_bytes(content(kind, 1))
+            with ckptool.open(path) as ckpt:
+                change(path, kind)
+                try:
+                    wrong.append((how, name, str(read(ckpt, out))[:80]))
+                except FileChanged:
+                    pass
+                except Exception as error:  # noqa: BLE001
+                    wrong.append((how, name, repr(error)[:80]))
+    assert not wrong and not list(out.iterdir())
+
+
+def test_a_file_that_lost_its_name_is_read(tmp_path: Path) -> None:
+    (path := tmp_path / "a.pt").write_bytes(content("zip", 1))
+    expected, ckpt = torch.load(path), ckptool.open(path)
+    (new := tmp_path / "b.pt").write_bytes(content("zip", 2))
+    new.replace(path)
+    assert torch.equal(ckpt["a"].torch(), expected["a"]) and ckptool.verify(ckpt).fine
+
+
+# Workers --------------------------------------------------------------------------------------------------------------
+# Work that workers of somebody else do.
+
+
+def test_work_is_done_in_the_folder_that_it_was_asked_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker on another machine stands in some folder of its own."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    saved({"a": torch.ones(3)}, tmp_path / "here" / "m.pt")
+    monkeypatch.chdir(tmp_path / "there")
+    is_done, report = workers._outcome_in(str(tmp_path / "here"), {}, ckptool.verify, "m.pt")
+    assert is_done and report.fine and os.getcwd() == str(tmp_path / "there")
+    is_done, error = workers._outcome_in(str(tmp_path / "none"), {}, ckptool.verify, "m.pt")
+    assert not is_done and "has no folder" in error.what and three_parts(error)
+    is_done, report = workers._outcome_in(str(tmp_path / "none"), {}, ckptool.verify, str(tmp_path / "here" / "m.pt"))
+    assert is_done and report.fine
+    gone = str(tmp_path / "gone")  # while it is worked on there: what comes next is not lost for it
+    for _ in range(2):
+        os.mkdir(gone)
+        assert workers._outcome_in(gone, {}, os.rmdir, gone) == (True, None) and os.getcwd() == str(tmp_path / "there")

@@ -20,6 +20,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.errors import Ambiguous, FileChanged, UsageError
 from ckptool.formats import read
 from fixtures.traps import TRAPS
+from tests.support.errors import refused
 from tests.support.files import load, saved, torch_bytes
 from tests.support.looped import looped
 from tests.support.processes import soon
@@ -83,16 +84,14 @@ def test_every_tensor_by_its_address(ckpt: Checkpoint) -> None:
 
 def test_addresses_of_two_tensors_are_refused(tmp_path: Path) -> None:
     torch.save({0: torch.ones(1), "0": torch.ones(2)}, tmp_path / "a.pt")
-    with pytest.raises(Ambiguous, match="two tensors"):
-        ckptool.open(tmp_path / "a.pt").tensors()
+    refused(Ambiguous, tmp_path, lambda: ckptool.open(tmp_path / "a.pt").tensors(), "two tensors")
 
 
 def test_a_list_or_a_tensor_at_the_top_has_no_names(tmp_path: Path) -> None:
     torch.save([torch.ones(2), {"w": torch.ones(3)}], tmp_path / "a.pt")
     ckpt = ckptool.open(tmp_path / "a.pt")
     assert ckpt["1/w"] is ckpt[1]["w"] and len(ckpt) == len(list(ckpt)) == 2 and "1/w" in ckpt
-    with pytest.raises(UsageError, match=r"ckpt\.tensors\(\)"):
-        dict(ckpt)
+    refused(UsageError, tmp_path, lambda: dict(ckpt), r"ckpt\.tensors\(\)")
     assert repr(ckptool.open(part := f"{tmp_path / 'a.pt'}#1")) == f"<checkpoint {part} (torch-zip)>"
     assert repr(ckptool.open({})) == "<checkpoint (in memory)>"
     torch.save(torch.ones(2, 3), tmp_path / "b.pt")

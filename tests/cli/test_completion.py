@@ -98,9 +98,9 @@ class Shell:
         given = self.folder / "given"
         given.unlink(missing_ok=True)
         self.type(typed + "\r")
-        end = time.monotonic() + 20
-        while not given.exists() and time.monotonic() < end:
-            self.read(0.05, quiet=0.05)
+        end, shown = time.monotonic() + 20, ""
+        while not (given.exists() and "> " in shown) and time.monotonic() < end:  # zsh may lose what is typed ahead
+            shown += self.read(0.05, quiet=0.05)
         assert given.exists(), self.shown[-2000:]
         return [os.fsdecode(word) for word in given.read_bytes().split(b"\0")[:-1]]
 

@@ -11,7 +11,7 @@ import torch
 
 import ckptool
 from tests.engines.layout_cases import Side, close, pretrained_side, prove, randomised, torch_side
-from tests.support.nanogpt import GPT, configure_optimizers
+from tests.support.layouts import GPT, configure_optimizers
 
 pytestmark = pytest.mark.engines
 

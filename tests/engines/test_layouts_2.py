@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import ckptool
 from ckptool.errors import CkptoolError
 from tests.engines.layout_cases import Side, close, pretrained_side, prove, randomised, same_weights, torch_side
-from tests.support.llama_meta import META, MetaLlama, write_ranks
+from tests.support.layouts import META, MetaLlama, write_ranks
 
 pytestmark = pytest.mark.engines
 

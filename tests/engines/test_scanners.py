@@ -42,8 +42,7 @@ import pytest
 import torch
 
 import ckptool
-from tests.support.hidden_calls import DECOY, hidden_calls
-from tests.support.hidden_effects import Call, fate, hidden_effects, torch_saved
+from tests.support.hidden import DECOY, Call, fate, hidden_calls, hidden_effects, torch_saved
 from tests.support.hostile_inputs import pickle_zip, text
 from tests.support.object_graphs import saved_graph
 

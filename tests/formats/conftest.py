@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.files import written
-from tests.support.zip_layouts import Layout, Put
+from tests.support.zips import Layout, Put
 
 
 @pytest.fixture

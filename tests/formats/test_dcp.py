@@ -26,7 +26,7 @@ from ckptool.formats import read, torch_zip
 from ckptool.formats.dcp import payloads
 from ckptool.formats.dcp.tables import Place
 from tests.support.cli import Run
-from tests.support.dcp_folders import edit, placed, save_dcp, training_state
+from tests.support.engine_folders import edit, placed, save_dcp, training_state
 from tests.support.errors import refused, three_parts
 from tests.support.files import torch_bytes
 from tests.support.looped import looped
@@ -140,8 +140,7 @@ def test_a_quantized_tensor_is_refused_as_such(tmp_path: Path) -> None:
     empty = {"q": torch.quantize_per_tensor(torch.zeros(2, 2), 0.1, 0, torch.quint8), "w": torch.zeros(2)}
     load_state(empty, checkpoint_id=tmp_path / "a", no_dist=True)
     assert empty["q"].equal(saved["q"])  # nothing is damaged
-    with pytest.raises(Unsupported, match="q is a quantized tensor"):
-        ckptool.inspect(tmp_path / "a")
+    refused(Unsupported, tmp_path, lambda: ckptool.inspect(tmp_path / "a"), "q is a quantized tensor")
 
 
 def test_tables_of_ranks_that_lack_one(apart: Path) -> None:
@@ -186,9 +185,8 @@ def test_what_is_no_model_by_itself_is_said(folder: Path, tmp_path: Path, run: R
     done = run("convert", str(flat), "-o", str(tmp_path / "out.safetensors"))
     assert done.code == 2 and "LOCAL_STATE_DICT" in done.err and not (tmp_path / "out.safetensors").exists()
     (rank,) = folder.glob("*.distcp")
-    with pytest.raises(OnlyAPart, match="is what one rank saved") as caught:
-        ckptool.open(rank)
-    assert str(folder) in caught.value.fix
+    error = refused(OnlyAPart, tmp_path, lambda: ckptool.open(rank), "is what one rank saved")
+    assert str(folder) in error.fix
     (folder / "__3_0.distcp").write_bytes(b"old")
     (folder / "__4_0.distcp").touch()  # as torch writes one for a rank that has nothing to save
     notes = read(edit(folder, lambda metadata: metadata.state_dict_metadata.pop("half") and None)).notes
@@ -352,5 +350,4 @@ def test_a_safetensors_that_has_other_chunks_than_the_table_says(tmp_path: Path)
     data = rank.read_bytes()
     for old, new in ((b'"b":{"dtype"', b'"c":{"dtype"'), (b'saved_offsets\\": [0]', b'saved_offsets\\": [1]')):
         rank.write_bytes(data.replace(old, new))
-        with pytest.raises(Corrupt, match=r"no chunk of [ab] at \[0\]"):
-            read(folder)
+        refused(Corrupt, tmp_path, lambda: read(folder), r"no chunk of [ab] at \[0\]")

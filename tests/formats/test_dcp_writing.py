@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import ckptool
 from ckptool.errors import Conflict, OutputExists, Unsupported
 from ckptool.formats import read
-from tests.support.dcp_folders import save_dcp, training_state
+from tests.support.engine_folders import save_dcp, training_state
 from tests.support.errors import refused
 from tests.support.files import saved
 from tests.support.looped import looped
@@ -231,8 +231,7 @@ def test_unknown_calls_are_kept_when_asked(tmp_path: Path) -> None:
 def test_an_old_folder_is_replaced_with_what_larger_runs_left(tmp_path: Path) -> None:
     folder = written(training_state(), tmp_path, ranks=4)
     (folder / "__7_0.distcp").write_bytes(b"of a run on eight ranks")
-    with pytest.raises(OutputExists):
-        written(training_state(), tmp_path)
+    refused(OutputExists, tmp_path, lambda: written(training_state(), tmp_path))
     (folder / "notes.txt").write_text("precious")
     with pytest.raises(Conflict, match=r"notes\.txt would be deleted"):
         written(training_state(), tmp_path, overwrite=True)

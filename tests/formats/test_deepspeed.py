@@ -15,16 +15,9 @@ import torch
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported
 from tests.support.cli import Run
-from tests.support.deepspeed_folders import (
-    MOMENTS,
-    SHAPES,
-    optimizer_file,
-    states_of,
-    verdict,
-    write_zero,
-    zero_weights,
-)
 from tests.support.engine_cases import ROOT
+from tests.support.engine_folders import MOMENTS, SHAPES, optimizer_file, states_of, verdict, write_zero, zero_weights
+from tests.support.errors import refused
 from tests.support.looped import looped
 from tests.support.ranks import save_on_two_ranks
 
@@ -125,8 +118,7 @@ def test_latest_chooses_among_tags_and_the_others_are_scanned_too(tmp_path: Path
     write_zero(tmp_path / "own" / "my tag", 2, 1)
     (tmp_path / "own" / "zero_to_fp32.py").touch()  # tells a tag of any name where there is no `latest`
     assert ckptool.open(tmp_path / "own").container == "deepspeed"
-    with pytest.raises(ckptool.CkptoolError, match="holds 2 checkpoints of DeepSpeed"):
-        ckptool.open(tmp_path / "run")
+    refused(ckptool.CkptoolError, tmp_path, lambda: ckptool.open(tmp_path / "run"), "holds 2 checkpoints of DeepSpeed")
 
 
 def test_of_stage_0_there_are_the_models_own_weights_and_its_optimizer_as_it_is(tmp_path: Path) -> None:
@@ -422,8 +414,7 @@ def test_latest_leads_only_to_a_folder_inside(tag: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     write_zero(folder / "global_step2", 2, 1)
     (folder / "latest").write_text(tag)
-    with pytest.raises(CkptoolError, match="latest"):
-        ckptool.open(folder)
+    refused(CkptoolError, tmp_path, lambda: ckptool.open(folder), "latest")
 
 
 @pytest.mark.parametrize("case", ["deepspeed-zero1", "deepspeed-zero2-groups", "deepspeed-round-robin"])

@@ -18,14 +18,11 @@ from torch.distributed.tensor import Shard
 
 import ckptool
 from tests.support.cli import Run
-from tests.support.dcp_folders import save_dcp
-from tests.support.deepspeed_folders import write_zero, zero_weights
+from tests.support.engine_folders import FULL, bins, divided, hub, save_dcp, save_ranks, write_zero, zero_weights
 from tests.support.looped import looped
 from tests.support.part_files import accelerate_folder, saved_below, trainer_folder
 from tests.support.range_server import RangeServer
-from tests.support.rank_files import FULL, divided, save_ranks
 from tests.support.ranks import save_on_two_ranks
-from tests.support.sharded_folders import bins, hub
 
 NEWER, OLDER = 20, 10  # steps
 HALVES = FULL["fc.weight"].half()

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import ckptool
 from tests.support.cli import Run
-from tests.support.dcp_folders import save_dcp
+from tests.support.engine_folders import save_dcp
 from tests.support.files import torch_bytes
 from tests.support.hostile_inputs import CALL, MARKER, integer, name, pickle_zip, program, state_pickle, text
 

@@ -21,8 +21,8 @@ import ckptool
 from ckptool.errors import Ambiguous, CkptoolError, Corrupt, LimitExceeded, NotACheckpoint, Truncated, Unsupported
 from ckptool.formats import read
 from ckptool.formats.dcp import tables, tree_pickle
-from tests.support.dcp_folders import chunk, chunks, edit, place_of, placed, save_dcp, training_state
-from tests.support.errors import three_parts
+from tests.support.engine_folders import chunk, chunks, edit, place_of, placed, save_dcp, training_state
+from tests.support.errors import refused, three_parts
 from tests.support.files import saved
 from tests.support.looped import looped
 from tests.support.processes import soon
@@ -268,8 +268,7 @@ def test_a_table_that_calls_is_not_run(name: str, field: str, made: Path, tmp_pa
         (row,) = ckptool.scan(folder).files
         assert any("mkdir" in str(call) for call in row.calls)
     else:
-        with pytest.raises(Corrupt):
-            read(folder)
+        refused(Corrupt, tmp_path, lambda: read(folder))
     assert not (tmp_path / "called").exists()
 
 

@@ -15,7 +15,7 @@ import ckptool
 from ckptool.commands import VERBS
 from ckptool.errors import OnlyAPart
 from tests.support.cli import Run
-from tests.support.deepspeed_folders import write_zero
+from tests.support.engine_folders import write_zero
 from tests.support.files import contents, saved
 from tests.support.looped import looped
 from tests.support.part_files import (

@@ -25,9 +25,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import ckptool
 from ckptool.errors import CkptoolError, Unsupported
 from tests.support.cli import Run
+from tests.support.engine_folders import FULL, divided, model, optimizer, save_ranks
 from tests.support.errors import refused
 from tests.support.looped import looped
-from tests.support.rank_files import FULL, divided, model, optimizer, save_ranks
 from tests.support.ranks import save_on_two_ranks
 
 FULL_GRID = torch.arange(8 * 6 * 3).reshape(8, 6, 3)
@@ -307,8 +307,7 @@ def test_what_a_rank_would_call_is_said_and_not_called(hidden: bool, tmp_path: P
     found = run("scan", str(folder))
     assert found.code == 1 and "mkdir" in found.out, found
     assert not path.exists()
-    with pytest.raises(CkptoolError, match="mkdir"):
-        ckptool.convert(folder, tmp_path / "out.pt")
+    refused(CkptoolError, tmp_path, lambda: ckptool.convert(folder, tmp_path / "out.pt"), "mkdir")
     assert not path.exists() and not (tmp_path / "out.pt").exists()
 
 

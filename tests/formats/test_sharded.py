@@ -31,10 +31,10 @@ from ckptool.formats import read
 from ckptool.formats.folder import MAX_TABLE
 from ckptool.formats.sharded import size_in_bytes
 from tests.support.cli import Run
-from tests.support.errors import three_parts
+from tests.support.engine_folders import INDEX, assert_values, bins, hub, index_of, sharded_state, write_index
+from tests.support.errors import refused, three_parts
 from tests.support.files import contents, saved, written
 from tests.support.looped import looped
-from tests.support.sharded_folders import INDEX, assert_values, bins, hub, index_of, sharded_state, write_index
 
 # Reading -------------------------------------------------------------------------------------------------------------
 
@@ -59,16 +59,14 @@ def test_a_folder_of_two_checkpoints(tmp_path: Path) -> None:
     assert_values(read(folder), sharded_state())
     # transformers and accelerate take a single file before an index, diffusers the index.
     save_file(older, folder / "model.safetensors")
-    with pytest.raises(Ambiguous, match=r"model\.safetensors\.index\.json, model\.safetensors"):
-        read(folder)
+    refused(Ambiguous, tmp_path, lambda: read(folder), r"model\.safetensors\.index\.json, model\.safetensors")
     assert {INDEX, "model.safetensors"} <= {Path(row.path).name for row in ckptool.scan(folder).files if row.is_good}
     (folder / INDEX).rename(folder / "pytorch_model.bin.index.json")  # the torch files of the weights are not read
     assert_values(read(folder), older)
     (folder / "pytorch_model.bin.index.json").rename(folder / INDEX)
     (folder / "model.safetensors").unlink()
     shutil.copy(folder / INDEX, folder / "other.safetensors.index.json")
-    with pytest.raises(Ambiguous, match="holds 2 checkpoints"):
-        read(folder)
+    refused(Ambiguous, tmp_path, lambda: read(folder), "holds 2 checkpoints")
     assert_values(read(folder / INDEX), sharded_state())
     one = hub(tmp_path / "one", shards=1)  # an index of one file of the usual name
     (one / "model-00001-of-00001.safetensors").rename(one / "model.safetensors")
@@ -76,8 +74,7 @@ def test_a_folder_of_two_checkpoints(tmp_path: Path) -> None:
     assert_values(read(one), sharded_state())
     save_file(sharded_state(), tmp_path / "model.safetensors")
     save_file(sharded_state(), tmp_path / "adapter_model.safetensors")
-    with pytest.raises(Ambiguous, match=r"adapter_model\.safetensors, model\.safetensors"):
-        read(tmp_path)
+    refused(Ambiguous, tmp_path, lambda: read(tmp_path), r"adapter_model\.safetensors, model\.safetensors")
 
 
 @pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model", "adapter_model", "model.fp16", "index"])
@@ -120,12 +117,10 @@ def test_weights_trained_with_an_adapter_are_not_passed_over(name: str, tmp_path
 def test_shards_without_their_index(tmp_path: Path) -> None:
     folder = hub(tmp_path / "model")
     (folder / INDEX).unlink()
-    with pytest.raises(OnlyAPart, match="holds shards but no index"):
-        read(folder)
+    refused(OnlyAPart, tmp_path, lambda: read(folder), "holds shards but no index")
     for path in list(folder.iterdir()):
         path.rename(folder / f"shard-00001-{path.name}")
-    with pytest.raises(Corrupt, match="does not say where its piece of"):
-        read(folder)
+    refused(Corrupt, tmp_path, lambda: read(folder), "does not say where its piece of")
 
 
 def test_ties_that_the_hubs_savers_record_in_the_index(tmp_path: Path) -> None:
@@ -173,9 +168,8 @@ def test_shard_names_that_lead_elsewhere_are_corrupt(name: str, words: str, tmp_
     hub(tmp_path / "model")
     folder = changed(hub(tmp_path / "model"), pointed(name))
     shutil.copy(folder / INDEX, folder / "other.safetensors.index.json")
-    with pytest.raises(Corrupt, match=words) as caught:
-        read(folder / INDEX)
-    three_parts(caught.value)
+    error = refused(Corrupt, tmp_path, lambda: read(folder / INDEX), words)
+    three_parts(error)
 
 
 @pytest.mark.parametrize("said", [1, 10**12, -5, 0.5, "many", [1], True])
@@ -286,9 +280,8 @@ def test_an_index_and_shards_that_do_not_fit_are_a_conflict(name: str, tmp_path:
     change, words = CONFLICTS[name]
     folder = hub(tmp_path / "model")
     change(folder)
-    with pytest.raises(Conflict, match=words) as caught:
-        read(folder)
-    three_parts(caught.value)
+    error = refused(Conflict, tmp_path, lambda: read(folder), words)
+    three_parts(error)
 
 
 def test_stale_shards_are_noted(tmp_path: Path) -> None:
@@ -302,13 +295,11 @@ def test_stale_shards_are_noted(tmp_path: Path) -> None:
 def test_shards_that_hold_no_dictionary_or_a_whole_tree(tmp_path: Path) -> None:
     saved([torch.ones(2)], tmp_path / "a.bin")
     write_index(tmp_path, {"x": "a.bin"}, name="pytorch_model.bin.index.json")
-    with pytest.raises(Corrupt, match="no dictionary of names"):
-        read(tmp_path)
+    refused(Corrupt, tmp_path, lambda: read(tmp_path), "no dictionary of names")
     saved({"state_dict": sharded_state(), "epoch": 3}, tmp_path / "tree.pt")
     ckptool.convert(tmp_path / "tree.pt", tmp_path / "tree.safetensors", all=True)
     write_index(tmp_path, {"x": "tree.safetensors"}, name="whole.safetensors.index.json")
-    with pytest.raises(Unsupported, match="a whole tree"):
-        read(tmp_path / "whole.safetensors.index.json")
+    refused(Unsupported, tmp_path, lambda: read(tmp_path / "whole.safetensors.index.json"), "a whole tree")
     index = {"metadata": {"param_groups": "groups.bin"}, "weight_map": {"0": "a.bin"}}
     (tmp_path / "optim.bin.index.json").write_text(json.dumps(index))
     with pytest.raises(Unsupported, match="an optimizer's state, as ColossalAI"):

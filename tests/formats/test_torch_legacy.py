@@ -24,9 +24,9 @@ from fixtures.make import PRODUCERS, make
 from fixtures.traps import TRAPS
 from tests.support.budget import meets_budget
 from tests.support.files import carry_out, load, torch_bytes, written
-from tests.support.hostile_streams import INPUTS
 from tests.support.legacy_streams import (
     INFO,
+    INPUTS,
     LEGACY,
     SMALL,
     Made,

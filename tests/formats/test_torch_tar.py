@@ -19,11 +19,24 @@ from ckptool.errors import Corrupt, Truncated, Unsupported
 from ckptool.formats import read, torch_zip
 from fixtures.torch_tar import SYS_INFO, save_tar, tar_bytes, tar_members
 from tests.support.files import carry_out, load
-from tests.support.legacy_streams import Pid, block, opened_tar, pickle_bytes, tar_refused
+from tests.support.legacy_streams import (
+    EVIL,
+    WRONG,
+    Pid,
+    block,
+    by_hand,
+    count,
+    four,
+    opened_tar,
+    pickle_bytes,
+    place,
+    tar_refused,
+    triple,
+    with_member,
+)
 from tests.support.looped import looped
 from tests.support.processes import soon
 from tests.support.same import assert_same_objects
-from tests.support.tar_files import EVIL, WRONG, by_hand, count, four, place, triple, with_member
 
 
 def values() -> dict[str, Any]:

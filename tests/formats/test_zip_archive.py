@@ -27,9 +27,8 @@ from ckptool.formats.zip.writer import end_records, moved_entry
 from ckptool.output.sink import Sink
 from fixtures.make import make_all
 from tests.support.budget import meets_budget
-from tests.support.errors import unreadable
+from tests.support.errors import refused, unreadable
 from tests.support.files import torch_bytes, written
-from tests.support.zip_layouts import Entry, Layout, Put, with_entry
 from tests.support.zip_mutants import (
     Tally,
     behind_a_guard,
@@ -42,7 +41,7 @@ from tests.support.zip_mutants import (
     tree,
     two_in_one,
 )
-from tests.support.zips import with_record
+from tests.support.zips import Entry, Layout, Put, with_entry, with_record
 
 FILE = torch_bytes({"w": torch.arange(3.0), "v": torch.ones(2)})
 LOCAL_AT = FILE.index(b"archive/data/0") - LOCAL.size
@@ -73,8 +72,7 @@ def test_a_name_that_is_not_said_to_be_utf8_is_refused_where_readers_differ(name
     with zipfile.ZipFile(path) as archive:
         is_misread = name not in archive.namelist()  # a code page of DOS
     if is_misread:
-        with pytest.raises(Ambiguous, match="does not say that it is UTF-8"):
-            read(path)
+        refused(Ambiguous, tmp_path, lambda: read(path), "does not say that it is UTF-8")
     assert is_misread is not name.isascii() and (is_misread or list(read(path).tree) == ["a"])
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.golden.commands import Facts, Words, lines
-from tests.support.layout_vectors import LAYOUT_CASES, counting
+from tests.support.layouts import LAYOUT_CASES, counting
 
 ROOT = Path(__file__).parents[2]
 LORA = ROOT / "fixtures" / "surgery" / "lora"

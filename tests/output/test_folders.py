@@ -19,7 +19,7 @@ from ckptool.errors import Conflict, FileProblem, OutputExists
 from ckptool.formats import read
 from ckptool.output import durable, folders
 from ckptool.output.folders import replace_folder
-from tests.support.errors import three_parts
+from tests.support.errors import refused, three_parts
 from tests.support.files import contents, saved, weights
 from tests.support.folder_plans import NEW, OLD, names, plan
 
@@ -283,10 +283,8 @@ def model(folder: Path, *more: str) -> Path:
 def test_a_verb_replaces_only_the_checkpoint_that_is_there(tmp_path: Path) -> None:
     file, out = model(tmp_path), tmp_path / "out"
     ckptool.convert(file, out, shard_size="24B")
-    with pytest.raises(OutputExists):
-        ckptool.convert(file, out, shard_size="48B")
-    with pytest.raises(OutputExists):
-        ckptool.convert(file, out, shard_size="48B", dry_run=True)
+    refused(OutputExists, tmp_path, lambda: ckptool.convert(file, out, shard_size="48B"))
+    refused(OutputExists, tmp_path, lambda: ckptool.convert(file, out, shard_size="48B", dry_run=True))
     ckptool.convert(file, out, shard_size="48B", overwrite=True, dry_run=True)
     assert len(names(out)) == 4
     ckptool.convert(file, out, shard_size="48B", overwrite=True, verify=True)
@@ -307,8 +305,7 @@ def test_a_verb_replaces_only_the_checkpoint_that_is_there(tmp_path: Path) -> No
 def test_a_file_and_a_folder_do_not_replace_each_other_nor_themselves_unasked(tmp_path: Path) -> None:
     file, out = model(tmp_path), tmp_path / "out"
     ckptool.convert(file, out, shard_size="24B")
-    with pytest.raises(Conflict, match="is the input itself"):
-        ckptool.add_module(out, out)
+    refused(Conflict, tmp_path, lambda: ckptool.add_module(out, out), "is the input itself")
     ckptool.add_module(out, out, overwrite=True, verify=True)
     assert list(read(out).tree) == ["module.a", "module.b", "module.c"] and names(tmp_path) == ["model.pt", "out"]
     with pytest.raises(FileProblem, match="it is a folder"):

@@ -25,7 +25,7 @@ from ckptool.checkpoint.files import Source
 from ckptool.errors import Corrupt, DiskFull, FileChanged, FileProblem, OutputExists, VerifyFailed
 from ckptool.output import check_target, durable, folders, replace_file
 from ckptool.output.folders import check_folder, replace_folder
-from tests.support.errors import three_parts
+from tests.support.errors import refused, three_parts
 from tests.support.files import contents
 from tests.support.folder_plans import NEW, OLD, free_space, names
 from tests.support.hostile_system import temporaries
@@ -113,8 +113,7 @@ def test_it_is_not_replaced_unasked(target: Target) -> None:
 
 def test_the_target_of_a_link_is_replaced(target: Target, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("in/out")
-    with pytest.raises(OutputExists):
-        target.write(path=tmp_path / "link", overwrite=False)
+    refused(OutputExists, tmp_path, lambda: target.write(path=tmp_path / "link", overwrite=False))
     target.write(path=tmp_path / "link")
     assert (tmp_path / "link").is_symlink() and target.holds(target.path, new=True)
     assert names(tmp_path / "in") == ["out"] and names(tmp_path) == ["in", "link"]
@@ -317,21 +316,21 @@ def live(target: Target, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
-def test_the_next_run_sweeps_what_a_killed_one_left(live: subprocess.Popen[bytes], target: Target) -> None:
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_next_run_sweeps_what_a_killed_one_left(
+    refused: bool, live: subprocess.Popen[bytes], target: Target
+) -> None:
     live.kill()
     live.wait()
     assert len(temporaries(target.path.parent)) == 1 and target.holds(target.path, new=False)
+    if refused:
+        with pytest.raises(OutputExists):
+            target.write(overwrite=False)
+        assert target.is_untouched
+        return
     another = replace(target, path=target.path.with_name("another"), kind="file" if target.is_folder else "folder")
     another.write()  # nobody may ever write to "out" again, nor anything of its kind
     assert names(target.path.parent) == ["another", "out"] and another.holds(another.path, new=True)
-
-
-def test_a_refused_run_sweeps_too(live: subprocess.Popen[bytes], target: Target) -> None:
-    live.kill()
-    live.wait()
-    with pytest.raises(OutputExists):
-        target.write(overwrite=False)
-    assert target.is_untouched
 
 
 def test_what_a_living_writer_has_is_left_alone(live: subprocess.Popen[bytes], target: Target) -> None:

@@ -25,6 +25,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import ckptool
 from ckptool.output import uploads
 from tests.support.cli import Run
+from tests.support.errors import refused
 from tests.support.files import load
 from tests.support.looped import looped
 from tests.support.writing_cases import CASES, OLD, Case, Files
@@ -181,8 +182,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_read(run: Run, tmp
         assert ran.code == 2 and said in ran.err and "hidden" not in ran.err + ran.out, ran
     ran = run("strip-module", "memory://full/of.pt", "--in-place")
     assert ran.code == 2 and "-o OUT" in ran.err
-    with pytest.raises(ckptool.CkptoolError, match="a folder on this machine"):
-        ckptool.Run("memory://run")
+    refused(ckptool.CkptoolError, tmp_path, lambda: ckptool.Run("memory://run"), "a folder on this machine")
 
 
 def test_a_full_disk_here_is_said_with_the_folder_that_is_full(run: Run, tmp_path: Path, temporary: Path) -> None:
@@ -216,8 +216,7 @@ def test_an_open_file_gets_the_bytes_that_a_path_gets(tmp_path: Path) -> None:
     for unfit in (io.StringIO(), (tmp_path / "path").open("rb")):
         with unfit, pytest.raises(ckptool.CkptoolError, match="open\\(PATH, 'wb'\\)"):
             ckptool.save(state, unfit)
-    with pytest.raises(ckptool.CkptoolError, match="name one"):
-        ckptool.save(state, io.BytesIO(), container="dcp")
+    refused(ckptool.CkptoolError, tmp_path, lambda: ckptool.save(state, io.BytesIO(), container="dcp"), "name one")
 
 
 def test_a_signal_while_sending_begins_waits_until_it_has_ended(

@@ -20,7 +20,7 @@ import ckptool
 from ckptool.errors import CkptoolError
 from tests.support.cli import Run
 from tests.support.files import saved
-from tests.support.hidden_effects import hidden_effects
+from tests.support.hidden import hidden_effects
 from tests.support.hostile_inputs import name, pickle_zip, program, tensor, text
 
 ITEMS, ELEMENTS, STATE = text("a") + b"K\x01s", b"K\x01a", b"}" + text("a") + b"K\x01sb"

@@ -27,6 +27,7 @@ from ckptool.pickles import decode as lexing
 from ckptool.pickles.decode import Decoded, Skeleton, decode, decode_lazily, skeleton
 from ckptool.pickles.strings import encoded, unstub
 from tests.support.looped import examples, looped
+from tests.support.own_classes import Thing
 from tests.support.pickled_graphs import as_tree, decode_pickle, graphs
 from tests.support.processes import soon
 from tests.support.same import assert_same_tree
@@ -162,12 +163,15 @@ def test_an_array_of_protocol_2_costs_no_memory(tmp_path: Path) -> None:
 def test_cut_off_at_every_byte(protocol: int, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if small:
         use_tiny(monkeypatch)
-    data = pickle.dumps([{"a": (1, 2.5, None, True, "é", b"\xff" * 40, {1}), 300: [2**70, -1]}, "text" * 5], protocol)
+    value = [{"a": (1, 2.5, None, True, "é", b"\xff" * 40, {1}), 300: [2**70, -1]}, "text" * 5, Thing(7)]
+    data = pickle.dumps(value, protocol)
     for size in range(len(data)):
         with pytest.raises((Truncated, Corrupt)) as caught:
             skeleton(InlineBytes(data[:size]), name="cut")
         assert type(caught.value) is Truncated or "frame" in caught.value.what
         assert caught.value.what.startswith("cut: ")
+        with pytest.raises((Truncated, Corrupt)):
+            decode_pickle(data[:size])
 
 
 @looped("data", WHOLE_FRAMES.values(), ids=WHOLE_FRAMES)

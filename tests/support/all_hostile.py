@@ -5,10 +5,10 @@ The modules of such inputs have them in a dictionary `INPUTS`: name -> bytes, or
 
 from collections.abc import Iterator
 
-from tests.support import hostile_pickles, hostile_streams, hostile_tensors
+from tests.support import hostile_pickles, hostile_tensors, legacy_streams
 
 
 def everything() -> Iterator[tuple[str, bytes]]:
-    for module in (hostile_pickles, hostile_tensors, hostile_streams):
+    for module in (hostile_pickles, hostile_tensors, legacy_streams):
         for title, contents in module.INPUTS.items():
             yield title, contents() if callable(contents) else contents

@@ -11,9 +11,7 @@ from safetensors.torch import save_file
 
 from fixtures.torch_tar import tar_bytes, tar_members
 from tests.support.cli import command_lines
-from tests.support.dcp_folders import save_dcp
-from tests.support.deepspeed_folders import write_zero
-from tests.support.sharded_folders import hub
+from tests.support.engine_folders import hub, save_dcp, write_zero
 
 SHARDS, TENSORS = 20, 24
 FILES = ("model.pt", "legacy.pt", "old.tar", "script.pt", "m.safetensors", "a.npz")

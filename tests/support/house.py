@@ -367,7 +367,7 @@ def walked(folder: Path, walks: Mapping[str, list[str]] = MappingProxyType(WALKS
     """Beginning of a row -> functions, files, frames deep, lines imported."""
     import torch
 
-    from tests.support.deepspeed_folders import write_zero
+    from tests.support.engine_folders import write_zero
 
     counts = {}
     with tempfile.TemporaryDirectory() as place:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.support.deepspeed_folders import write_zero
+from tests.support.engine_folders import hub, write_zero
 from tests.support.ranks import save_on_two_ranks
-from tests.support.sharded_folders import hub
 
 # Their shares of one model: FSDP2, ShardedTensor, and two ways of torch.distributed.checkpoint.
 SAVE = """

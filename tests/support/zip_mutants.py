@@ -30,7 +30,7 @@ from ckptool.formats import read, torch_zip
 from ckptool.formats.zip.directory import END, END64, LOCATOR, read_archive
 from tests.support.files import torch_bytes
 from tests.support.same import assert_same_objects
-from tests.support.zip_layouts import Entry, Layout, any_layout, honest, records_of
+from tests.support.zips import Entry, Layout, any_layout, honest, records_of
 
 # Splices of two archives ---------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from ckptool.names import steps
 from ckptool.names.rule_files import renaming
 from ckptool.names.rules import Rule
 from ckptool.transforms.suggest import rules_file, suggest
-from tests.support.layout_vectors import both_sides
+from tests.support.layouts import both_sides
 from tests.support.looped import looped
 from tests.support.processes import is_quick, soon
 

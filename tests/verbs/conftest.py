@@ -8,10 +8,9 @@ import torch
 import yaml
 
 import ckptool
-from tests.support.bundles import SHARED, net_state, small_net
 from tests.support.cli import Run
+from tests.support.small_models import CODE, SHARED, net_state, small_net
 from tests.support.small_runs import MLP, Typed
-from tests.support.warm_starts import CODE
 
 
 @pytest.fixture

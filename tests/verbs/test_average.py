@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.errors import Conflict
-from tests.support.adapters import CONFIG, halves, peft
 from tests.support.cli import Run
 from tests.support.errors import refused
 from tests.support.files import load, saved, torch_bytes, written
 from tests.support.looped import looped
 from tests.support.same import assert_same_objects
+from tests.support.small_models import CONFIG, halves, peft
 from tests.support.zips import damaged, rezipped
 
 Tensors = list[torch.Tensor]

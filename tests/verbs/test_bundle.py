@@ -22,13 +22,13 @@ from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported, UsageEr
 from ckptool.formats import torch_zip
 from ckptool.transforms.bundles import MAX_PLAIN, check_names, is_plain
 from fixtures.traps import TRAPS
-from tests.support.bundles import GAN, SHARED, net_state, small_net
 from tests.support.cli import Run
 from tests.support.errors import refused
 from tests.support.files import load, torch_bytes
 from tests.support.looped import looped
 from tests.support.part_files import accelerate_folder
 from tests.support.same import assert_same_objects
+from tests.support.small_models import GAN, SHARED, net_state, small_net
 from tests.support.zips import damaged, record_starts
 
 

@@ -24,10 +24,10 @@ from fixtures.surgery.make_quantized import Case
 from fixtures.traps import TRAPS
 from tests.support.errors import refused, three_parts
 from tests.support.files import load, saved
-from tests.support.live_models import bits
 from tests.support.looped import looped
 from tests.support.quantized_cases import assert_same_bits, awq, gptq, vectors, write_case
 from tests.support.same import assert_same_tree
+from tests.support.small_models import bits
 
 
 def test_views_keep_their_strides(tmp_path: Path) -> None:

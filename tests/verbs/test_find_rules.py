@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import ckptool
 from tests.support.cli import Run
 from tests.support.files import saved
-from tests.support.layout_vectors import LAYOUT_CASES, counting
+from tests.support.layouts import LAYOUT_CASES, counting
 from tests.support.looped import looped
 from tests.support.random_rules import RandomRules
 

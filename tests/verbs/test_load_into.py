@@ -19,11 +19,11 @@ from torch.optim import swa_utils
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, Corrupt, NoMatch, PlanRefused, Unsupported, UsageError
 from fixtures.make import TiedLanguageModel, mlp, train
-from tests.support.errors import three_parts
+from tests.support.errors import refused, three_parts
 from tests.support.files import load, saved
-from tests.support.live_models import Classifier, assert_same_state, bits, compiled, load_refused, snapshot
 from tests.support.looped import examples, looped
 from tests.support.same import assert_same_objects
+from tests.support.small_models import Classifier, assert_same_state, bits, compiled, load_refused, snapshot
 
 
 @pytest.mark.parametrize("wrapper", ["", "module."])
@@ -131,14 +131,12 @@ def test_a_demand_that_comes_after_loading_says_that_it_is_done(tmp_path: Path) 
     del state["fc1.bias"]
     model = mlp()
     report = ckptool.load_into(model, saved(state, tmp_path / "model.pt"))
-    with pytest.raises(PlanRefused, match=r"was loaded into .*, but 94\.22%") as found:
-        report.require(min_loaded=0.95)
-    assert "loaded all the same" in found.value.why and torch.equal(model.fc2.weight, state["fc2.weight"])
-    three_parts(found.value)
+    found = refused(PlanRefused, tmp_path, lambda: report.require(min_loaded=0.95), r"was loaded into .*, but 94\.22%")
+    assert "loaded all the same" in found.why and torch.equal(model.fc2.weight, state["fc2.weight"])
+    three_parts(found)
     dry = ckptool.load_into(model, tmp_path / "model.pt", dry_run=True)
-    with pytest.raises(PlanRefused, match="was not loaded into") as found:
-        dry.require(min_loaded=0.95)
-    assert "Nothing was changed" in found.value.why
+    found = refused(PlanRefused, tmp_path, lambda: dry.require(min_loaded=0.95), "was not loaded into")
+    assert "Nothing was changed" in found.why
 
 
 def test_what_is_no_model(tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ import ckptool
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported
 from ckptool.transforms.memory_names import UNKNOWN, _tables, in_memory
 from fixtures.surgery.make_lora import Net
-from tests.support.adapters import CONFIG, Tensors, halves, model_folder, peft, stored
 from tests.support.cli import Run
+from tests.support.errors import refused
 from tests.support.files import load
 from tests.support.looped import looped
+from tests.support.small_models import CONFIG, Tensors, halves, model_folder, peft, stored
 
 Tensor = torch.Tensor
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -85,8 +86,7 @@ def test_an_adapter_at_an_address_and_a_configuration_elsewhere(tmp_path: Path) 
     adapter, base = Path(f"{tmp_path / 'run.pt'}#lora"), base_weights()
     for config in (tmp_path / "its.json", CONFIG):
         assert is_near(merged(tmp_path, base, adapter, config=config)[KEY], base[KEY], change())
-    with pytest.raises(CkptoolError, match="does not say its alpha"):
-        merged(tmp_path, base, adapter)
+    refused(CkptoolError, tmp_path, lambda: merged(tmp_path, base, adapter), "does not say its alpha")
 
 
 def test_an_adapter_in_one_file_is_said_to_have_lost_its_alpha(tmp_path: Path) -> None:

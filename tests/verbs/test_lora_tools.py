@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, LimitExceeded, NoMatch, Unsupported, UsageError
-from tests.support.adapters import CONFIG, Tensors, halves, model_folder, peft, stored
 from tests.support.errors import refused
 from tests.support.files import load
 from tests.support.looped import looped
+from tests.support.small_models import CONFIG, Tensors, halves, model_folder, peft, stored
 
 
 def weights() -> Tensors:

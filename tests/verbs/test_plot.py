@@ -23,6 +23,7 @@ from ckptool.render.lines import text as text_of
 from ckptool.training.reports import RunHistory
 from ckptool.training.trainer import start
 from tests.support.cli import Run, done
+from tests.support.errors import refused
 from tests.support.looped import examples
 from tests.support.small_runs import config
 
@@ -85,19 +86,16 @@ def test_curves_by_name_and_pattern(tmp_path: Path) -> None:
     folder = run_of(tmp_path / "r", [{"step": 1, "loss": 1.0, "val_a": 1.0, "val_b": 2.0, "a[0]": 3.0}])
     assert list(ckptool.plot(folder, only=["val_*", "loss"]).curves) == ["loss", "val_a", "val_b"]
     assert list(ckptool.plot(folder, only="a[0]").curves) == ["a[0]"]
-    with pytest.raises(NoMatch, match="no curve 'nothing'") as caught:
-        ckptool.plot(folder, only=["loss", "nothing"])
-    assert caught.value.exit_code == 1 and "val_b" in caught.value.why
+    error = refused(NoMatch, tmp_path, lambda: ckptool.plot(folder, only=["loss", "nothing"]), "no curve 'nothing'")
+    assert error.exit_code == 1 and "val_b" in error.why
 
 
 def test_what_is_no_run_and_what_logged_nothing(tmp_path: Path, run: Run) -> None:
-    with pytest.raises(UsageError, match="is not a run"):
-        ckptool.plot(tmp_path)
+    refused(UsageError, tmp_path, lambda: ckptool.plot(tmp_path), "is not a run")
     assert "there is no such folder" in (missed := run("plot", str(tmp_path / "none"))).err and "scan" not in missed.err
     empty = run_of(tmp_path / "r", [])
     assert "nothing was logged yet" in done(run("plot", str(empty)))
-    with pytest.raises(NoMatch, match="no curve"):
-        ckptool.plot(empty, only="loss")
+    refused(NoMatch, tmp_path, lambda: ckptool.plot(empty, only="loss"), "no curve")
 
 
 @settings(max_examples=examples(40))

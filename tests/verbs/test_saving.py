@@ -211,8 +211,7 @@ def test_an_option_that_there_is_not_writes_nothing(option: str, tmp_path: Path)
         more = {"folder" if verb == "unbundle" else "out": tmp_path / "out", **more, option: True}
         with pytest.raises(TypeError, match=f"{option}.*{MEANT[option]}"):
             getattr(ckptool, verb)(file, **more)
-    with pytest.raises(UsageError, match="container='torch-zip'"):
-        ckptool.convert(file, "safetensors")
+    refused(UsageError, tmp_path, lambda: ckptool.convert(file, "safetensors"), "container='torch-zip'")
     assert os.listdir(tmp_path) == ["dp.pt"]
 
 

@@ -17,10 +17,10 @@ import ckptool
 from ckptool.analysis import scan as module
 from ckptool.output.durable import hidden_name
 from tests.support.cli import Run
-from tests.support.deepspeed_folders import write_zero
+from tests.support.engine_folders import write_zero
 from tests.support.files import saved, weights, written
 from tests.support.looped import looped
-from tests.support.other_models import OTHER_MODELS
+from tests.support.small_models import OTHER_MODELS
 
 
 class Foreign:

@@ -101,8 +101,7 @@ def test_cut_short_anywhere(tmp_path: Path) -> None:
         three_parts(found.value)
         assert found.type is NotACheckpoint or found.value.fix.startswith("Make it again: ckptool spec")
     (tmp_path / "spec.json").write_bytes(whole[:-1] + b', "ties": []}')
-    with pytest.raises(Ambiguous):
-        find_target(tmp_path / "spec.json")
+    refused(Ambiguous, tmp_path, lambda: find_target(tmp_path / "spec.json"))
 
 
 @looped(

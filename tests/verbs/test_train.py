@@ -340,8 +340,7 @@ def test_a_change_holds_for_the_next_time_too(tmp_path: Path) -> None:
     may be moved."""
     begun(tmp_path).rename(run := tmp_path / "elsewhere")
     text = (run / "run.yaml").read_text()
-    with pytest.raises(UsageError):
-        on(run, "device=nonsense")
+    refused(UsageError, tmp_path, lambda: on(run, "device=nonsense"))
     resume(str(run), ["train.steps=15", "optim.main.lr=0.1"])
     (noted,) = [fact for fact in events(run) if fact["event"] == "changed"]
     assert noted["changes"] == {"train.steps": [10, 15], "optim.main.lr": [0.01, 0.1]}
@@ -361,8 +360,7 @@ def test_resume_must_have_something(tmp_path: Path) -> None:
     for inside in ("run.yaml", "checkpoints", "checkpoints/step-00000010.pt"):
         refused("usage", tmp_path, lambda: resume(str(run / inside)), f"It is a part of a run: name {run}")  # noqa: B023
     (run / "run.yaml").write_text((run / "run.yaml").read_text().partition("\n")[2])
-    with pytest.raises(Corrupt, match="is not a run's configuration"):
-        on(run)
+    refused(Corrupt, tmp_path, lambda: on(run), "is not a run's configuration")
 
 
 def test_other_conditions_are_said_in_one_line(tmp_path: Path) -> None:

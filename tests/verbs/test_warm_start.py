@@ -30,7 +30,7 @@ from tests.support.cli import Run
 from tests.support.errors import refused
 from tests.support.files import load, saved
 from tests.support.processes import soon
-from tests.support.warm_starts import warm_started
+from tests.support.small_models import warm_started
 
 
 def test_a_factory_fills_up(tmp_path: Path, code: Path) -> None:
@@ -152,8 +152,7 @@ def test_suggestions_are_rules_that_can_be_passed_back(tmp_path: Path) -> None:
     assert all(torch.equal(done[key], value + 1) for key, value in theirs.items()) and not report.suggestions
     first = ckptool.warm_start(file, target).suggestions[0]
     assert ckptool.warm_start(file, target, rename=first.rules).share == 1
-    with pytest.raises(OutputExists):
-        ckptool.warm_start(file, target, suggest=rules)
+    refused(OutputExists, tmp_path, lambda: ckptool.warm_start(file, target, suggest=rules))
 
 
 def test_suggestions_hold_for_wrapped_names_and_beside_other_rules(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def _losses_of(plan: TranslatedRoot, back: Translation) -> Iterator[str]:
         yield f"{listed(lacking, 2)} would not be made"
     elif changed := [printable(key) for key, value in expected.items() if _tags(value) != _tags(undo.items[key])]:
         yield f"the device or requires_grad of {listed(changed, 2)}"
-    elif _tied_keys(expected) != _tied_keys({key: undo.items[key] for key in expected}):
+    elif _first_keys(expected) != _first_keys({key: undo.items[key] for key in expected}):
         yield "tensors that share a storage are written apart"
     elif list(expected) != [key for key in undo.items if key in expected]:
         yield "the order of the keys"
@@ -229,13 +229,10 @@ def _tags(value: Any) -> Any:
     return (value.location, value.flags[:2]) if isinstance(value, TensorEntry) else None
 
 
-def _tied_keys(items: Mapping[Any, Any]) -> list[list[Any]]:
-    """The keys of tensors that share a storage, a list for each storage."""
-    by_storage: dict[int, list[Any]] = {}
-    for key, value in items.items():
-        if isinstance(value, TensorEntry) and value.numel:
-            by_storage.setdefault(id(value.storage), []).append(key)
-    return sorted((sorted(map(str, keys)) for keys in by_storage.values() if len(keys) > 1), key=str)
+def _first_keys(items: Mapping[Any, Any]) -> list[Any]:
+    """For each tensor, the first key of those on its storage."""
+    first = dict[int, Any]()
+    return [first.setdefault(id(t.storage), key) for key, t in items.items() if isinstance(t, TensorEntry) and t.numel]
 
 
 # Optimizers ----------------------------------------------------------------------------------------------------------
@@ -249,12 +246,15 @@ def _translated_optimizer(
     slots, before = Slots(optimizer, place), optimizer
     is_named = slots.is_named
     changing = {id(root) for root in roots if any(step.rule.chain for step in root.steps)}
-    if not (changing or slots.own_names() or any(root.dropped or root.unfilled for root in roots)):
-        return before  # numbers stay what they are
     if not is_named:
         buffers = {name for root in roots for name in root.dropped}  # keys that the rules drop may be buffers
         advice = f"translate{WITHOUT.removeprefix('Translate')}"
-        slots = slots.renamed(slots.names(whole, None, advice, buffers))
+        try:
+            slots = slots.renamed(slots.names(whole, None, advice, buffers))
+        except (Conflict, Unsupported):
+            if changing or any(root.dropped or root.unfilled for root in roots):
+                raise
+            return before  # other names change no number
     optimizer, keys, shapes = slots.tree, {*slots.slots}, slots.shapes()
 
     def fit(root: TranslatedRoot) -> tuple[int, int]:  # of several with these names, the weights with these shapes

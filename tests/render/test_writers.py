@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 from rich.cells import cell_len
 
 import ckptool
@@ -20,9 +22,11 @@ from ckptool.analysis.inspect import listing
 from ckptool.analysis.outline import like_others
 from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry, row_major_strides
 from ckptool.checkpoint.dtypes import by_name
-from ckptool.commands import arg
+from ckptool.commands import VERBS as COMMANDS
+from ckptool.commands import arg, function_of
 from ckptool.errors import NotACheckpoint
 from ckptool.facts import Note, Page, Report, Table, bar, cyan, dim, percent
+from ckptool.render.html import markdown
 from ckptool.render.lines import Style, error_text, lines
 from ckptool.render.lines import text as report_text
 from ckptool.training.reports import Evaluated, Outcome, Proof, Rehearsal, RunHistory, RunReport
@@ -33,6 +37,9 @@ from ckptool.verbs._save import Written
 from ckptool.verbs._schema import schema
 from ckptool.verbs.prune import Gone, Kept, Pruned
 from ckptool.verbs.translate import layouts
+from tests.support.cli import Run
+from tests.support.looped import looped
+from tests.support.small_files import options_of
 
 
 def tensor(*shape: int, storage: Storage | None = None, dtype: str = "f32") -> TensorEntry:
@@ -286,3 +293,114 @@ def test_a_page_says_that_values_are_the_same_beside_what_differs(folder: Path) 
     for name, grad in (("a.pt", False), ("b.pt", True)):
         torch.save({f"w{number}": torch.ones(2, requires_grad=grad) for number in range(3)}, name)
     assert "3 of 3 tensors have the same values, byte for byte." in ckptool.report("a.pt", "b.pt").html()
+
+
+# Markdown -------------------------------------------------------------------------------------------------------------
+# Answers as Markdown, judged by a parser of CommonMark: whatever a file calls things, it stays text.
+
+
+BREAKING = ["```\n# heading\n<script>alert(1)</script>", "`` ` ````", "</pre><img src=x onerror=alert(1)>"]
+BREAKING += ["| a | b |\n|---|---|", "~~~\n[link](javascript:alert(1))", "@team #1 ![](http://x/y.png)", "\\`\n\\```"]
+BREAKING += ["    ```\n>```"]
+
+
+def texts_in(page: str) -> list[str]:
+    """The heading and the block of each answer on a page. Anything else on it is a failure."""
+    found = []
+    for token in MarkdownIt("commonmark", {"html": True}).enable("table").parse(page):
+        if token.type == "inline":
+            (code,) = token.children or ()
+            assert code.type == "code_inline", page
+            found.append(code.content)
+        elif token.type == "fence":
+            assert token.info == "text", page
+            found.append(token.content)
+        else:
+            assert token.type in ("heading_open", "heading_close"), page
+    return found
+
+
+LINE = st.text(st.sampled_from("`~<>|#*_[]()&;\\ !-=abc\t\"'é→"), min_size=1, max_size=30).filter(str.strip)
+
+
+@given(st.lists(LINE, min_size=1, max_size=6))
+@example(["`"])
+@example(["a`", "```", "x"])
+@example(["x", "````text", "```"])
+def test_no_text_ends_its_block(lines: list[str]) -> None:
+    text = "\n".join(lines) + "\n"
+    title, *rest = texts_in(markdown(text))
+    assert title.replace("\t", " ").strip() == lines[0].replace("\t", " ").strip()
+    assert rest == (["\n".join(lines[1:]) + "\n"] if lines[1:] else [])
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("a.pt", 1.0), ("b.pt", 2.0)):
+        state = {text: torch.full((2,), value) for text in BREAKING}
+        torch.save({"state_dict": state, **{text: text for text in BREAKING}}, name)
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-200])
+    return tmp_path
+
+
+LINES = """inspect a.pt --all|inspect a.pt b.pt --stats --jobs 2|show a.pt#state_dict|diff a.pt b.pt
+verify a.pt cut.pt --finite --digest|doctor a.pt --against b.pt|scan .|strip-module a.pt -n -o out.pt
+cast a.pt b.pt --dtype bf16 -d out|inspect cut.pt|inspect nothing.pt|inspect""".replace("\n", "|").split("|")
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_every_answer_is_headings_and_blocks(line: str, files: Path, run: Run) -> None:
+    words = line.split()
+    found = run(*words, "--format", "markdown")
+    assert texts_in(found.out), found
+    assert found.code == run(*words, *(["-f"] if "-d" in words else [])).code
+
+
+@looped("command", COMMANDS)
+def test_every_command_with_json_has_the_other_forms(command: str) -> None:
+    flags = {option.flag for option in options_of(command)}
+    assert ("--format" in flags) == ("--json" in flags) and function_of(command).verb.examples
+
+
+# HTML -----------------------------------------------------------------------------------------------------------------
+# HTML for notebooks: well-formed, escaped, without scripts.
+
+
+class Checker(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.seen.add(tag)
+        assert {name for name, _ in attrs} <= {"style", "class"}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_html_is_escaped_and_well_formed(tmp_path: Path) -> None:
+    path = tmp_path / "<i>.pt"
+    state = {
+        "module.<script>alert(1)</script>.weight": torch.ones(2),
+        "module.\x1bb.weight": torch.ones(3),
+        "module.n": torch.ones(()),
+    }
+    torch.save({"state_dict": state, "note": "<b>&\x1b"}, path)
+    found = ckptool.inspect(path)
+    for html in (found._repr_html_(), ckptool.open(path)._repr_html_()):
+        checker = Checker()
+        checker.feed(html)
+        assert not checker.open and "script" not in checker.seen and checker.seen >= {"table", "tr", "td"}
+        assert "\x1b" not in html and "&lt;script&gt;" in html and "colour" not in html
+    assert "strip-module" in found._repr_html_()
+
+
+def test_every_row_of_a_usual_model_is_shown_whole(tmp_path: Path) -> None:
+    state = {f"layers.{n}.{'name_' * 12}{end}": torch.ones(2) for n in range(20) for end in "ab"}
+    torch.save(state, tmp_path / "a.pt")
+    html = ckptool.inspect(tmp_path / "a.pt", stats=True)._repr_html_()
+    assert all(name in html for name in state) and len(html.encode()) <= 30_000
