@@ -136,8 +136,8 @@ CASES: list[tuple[Make, int, list[str]]] = [
         "+ warm-start IN.pt --against OTHER.pt -o OUT.pt --json", "diff IN.pt OTHER.pt", "spec IN.pt -o OUT.json",
         "doctor IN.pt --against OTHER.pt", "convert IN.pt -o OUT.dcp", "average IN.pt OTHER.pt -o OUT.pt"]),
     (files(layers), 3_000, [
-        "doctor IN.pt --fix -o OUT.pt", "edit IN.pt --drop *.q.* -o OUT.pt", "slim IN.pt --dedup -o OUT.pt",
-        "bundle -o OUT.tar a=IN.pt b=OTHER.pt", "cast IN.pt --dtype bf16 -o OUT.pt"]),
+        "+ inspect IN.pt", "doctor IN.pt --fix -o OUT.pt", "edit IN.pt --drop *.q.* -o OUT.pt",
+        "slim IN.pt --dedup -o OUT.pt", "bundle -o OUT.tar a=IN.pt b=OTHER.pt", "cast IN.pt --dtype bf16 -o OUT.pt"]),
     (files(trained), 1_500, ["convert IN.pt#optimizer --optimizer-as ids -o OUT.pt", "show IN.pt", "scan IN.pt"]),
     (files(numbered), 1_500, ["convert IN.pt --all --optimizer-as names -o OUT.pt"]),
     (files(agents), 300, [

@@ -255,21 +255,6 @@ def test_signals_do_not_disturb_writing(tmp_path: Path) -> None:
     assert_same_objects(load(tmp_path / "4.pt"), clean(2_000))
 
 
-def test_the_temporary_file_is_beside_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved({f"module.{n}": torch.ones(100) for n in range(20)}, tmp_path / "in.pt")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    seen: list[list[str]] = []
-
-    def watch(done: int, total: int) -> None:
-        seen.append([path.name for path in (tmp_path / "out").iterdir()])
-        assert not list((tmp_path / "tmp").iterdir())
-
-    ckptool.strip_module(path, tmp_path / "out/new.pt", progress=watch)
-    assert seen and all(len(names) == 1 and names[0].startswith(".ckptool-") for names in seen)
-
-
 # Limits of the process ------------------------------------------------------------------------------------------------
 
 

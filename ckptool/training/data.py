@@ -28,7 +28,7 @@ from ckptool.bridge.user_code import call_user_code
 from ckptool.commands import arg
 from ckptool.errors import UsageError, counted
 from ckptool.training.extensions import Choice
-from ckptool.training.rng import CPU, derived, generator, order, seed_all
+from ckptool.training.rng import CPU, derived, generator, seed_all
 from ckptool.training.toys import blobs, digits
 
 if TYPE_CHECKING:
@@ -133,16 +133,16 @@ class Samples:
 
     def _order(self, epoch: int) -> list[int]:
         """The samples of an epoch, as indices into `train`: a permutation, or what the sampler yields."""
-        name = self.settings.sampler
+        name, draws = self.settings.sampler, generator(self.seed, "order", epoch)
         if name is None:
-            return order(self.seed, epoch, len(self.train))
+            return torch.randperm(len(self.train), generator=draws).tolist()
         is_all = len(self.train) == len(self.dataset)
         dataset: Any = self.dataset if is_all else Subset(self.dataset, self.train)
 
         def sampled() -> list[int]:
             """The indices from the user's sampler: a function of seed and epoch, whatever it draws from."""
             seed_all(CPU, self.seed, "sampler", epoch)
-            sampler = SAMPLERS.find(name)(dataset, generator(self.seed, "order", epoch))
+            sampler = SAMPLERS.find(name)(dataset, draws)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             return [operator.index(index) for index in sampler]

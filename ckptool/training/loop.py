@@ -274,9 +274,12 @@ def measured(
     with closing(trainer.data.validation(world.device, trainer.epoch, on)) as samples:
         seed_all(world.device, config.seed, "eval", trainer.step)
         models = trainer.models.values()
-        with evaluation_mode(models), autocast(config, world.device), ExitStack() as averaged, suppress(_Stopped):
+        with evaluation_mode(models), autocast(config, world.device), ExitStack() as stack, suppress(_Stopped):
+            for model in models:
+                model.eval()  # which may do more than set a mode
+                stack.callback(model.train)
             for average in trainer.averages.values() if config.eval.ema else ():
-                averaged.enter_context(average.in_place())
+                stack.enter_context(average.in_place())
             metrics = call_user_code(trainer.task.evaluate, "task", config.task, trainer.models, batches(samples))
     if world.any_rank(stopped):
         return None

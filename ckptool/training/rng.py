@@ -139,9 +139,3 @@ def seed_all(device: torch.device, seed: int, *place: object) -> None:
     if kind == "cuda":
         index = device.index if ":" in str(device) else torch.cuda.current_device()
         torch.cuda.default_generators[index].manual_seed(number)
-
-
-def order(seed: int, epoch: int, count: int) -> list[int]:
-    """The order in which an epoch goes through `count` samples, as indices."""
-    indices: list[int] = torch.randperm(count, generator=generator(seed, "order", epoch)).tolist()
-    return indices

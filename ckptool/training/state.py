@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -256,17 +256,18 @@ class Objects:
 
 
 @contextmanager
-def evaluation_mode(modules: Collection[nn.Module]) -> Iterator[None]:
-    """Evaluation mode without gradients; restores the modes of modules and of all their parts afterwards."""
+def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Evaluation mode without gradients; restores the modes of modules and of all their parts afterwards.
+
+    Calls neither `eval` nor `train`: modules may have methods of their own by these names.
+    """
     modes = [(part, part.training) for module in modules for part in module.modules()]
-    for module in modules:
-        module.eval()
+    for part, _ in modes:
+        part.training = False
     try:
         with torch.no_grad():
             yield
     finally:
-        for module in modules:
-            module.train()  # by its own code, which may have done more than set a mode
         for part, mode in modes:
             part.training = mode
 
