@@ -199,6 +199,12 @@ class Run:
         refuse_not_plain(value, f"run[{name!r}]")
         self.values[name] = value
 
+    def __getattr__(self, name: str) -> Any:
+        why = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name == "due":  # of 0.1.0
+            why = "`run.due` is gone: run.save(every=500, val=evaluate) marks, and calls evaluate when it is due"
+        raise AttributeError(why, name=name, obj=self)
+
     def __contains__(self, name: object) -> bool:
         return name in self.values
 

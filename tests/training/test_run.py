@@ -182,6 +182,7 @@ WRONG: dict[str, Callable[[Run], Any]] = {
     r"run\.log was given dict as the step": lambda run: run.log({"loss": 1.0}),  # type: ignore[arg-type]
     "loss is str, which is not a number": lambda run: run.log(loss="x"),
     r"run\.save has no option evry\n(?s:.*)Did you mean every\?": lambda run: run.save(evry=True),
+    r"run\.save\(every=500": lambda run: run.due(every=3),
 }
 
 
