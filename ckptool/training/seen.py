@@ -27,7 +27,7 @@ from ckptool.errors import listed, printable
 from ckptool.training import moving
 from ckptool.training.batches import parts_of
 from ckptool.training.rng import is_generator
-from ckptool.training.state import Objects
+from ckptool.training.state import Objects, Schedule
 
 if TYPE_CHECKING:
     from ckptool.training.run import Run
@@ -70,6 +70,11 @@ class Looks:
     def notes(self, run: Run, first: bool) -> Iterator[str]:
         """The notes to print at a save. first: True at the first save of the run."""
         objects, generators, loader = run.objects, run._generators(), run.position.loader
+        if unscheduled := objects.optimizer_without_its_schedule():
+            yield (
+                f"{printable(unscheduled)} has a learning rate schedule, which was not given to ckptool.Run and is not "
+                "saved; write: ckptool.Run(…, scheduler=scheduler)"
+            )
         for name in [each for each, now in _parameters_of(objects).items() if self.parameters[each] != now]:
             what = "groups of " if isinstance(self.parameters[name], int) else ""
             yield (
@@ -94,7 +99,7 @@ class Looks:
         self.again = run.step + 1 if is_new else -1
         named = {**generators, **objects.named, **({"loader": loader} if loader is not None else {})}
         held = _held(named.values())
-        unsaved = unsaved_objects(held)
+        unsaved = unsaved_objects(held, Schedule if unscheduled else ())
         groups = [group for each in objects.of(torch.optim.Optimizer).values() for group in each.param_groups]
         skipped: dict[int, Any] = {id(each): each for each in (run, *groups)}
         current, objects_met = moving.reachable(named, skipped)
@@ -206,16 +211,20 @@ def _held(named: Iterable[Any]) -> set[int]:
     return ids
 
 
-def unsaved_objects(held: set[int]) -> dict[str, Any]:
+def unsaved_objects(held: set[int], left_out: tuple[type, ...] = ()) -> dict[str, Any]:
     """The objects with a state in the variables of the script, by name, without those that `Run` was given (`held`).
 
     Modules, optimizers, schedules, scalers; what else has `state_dict` and `load_state_dict`; generators; iterators;
-    files that are written; environments, which have `reset` and `step`.
+    files that are written; environments, which have `reset` and `step`. left_out: classes to leave out.
     """
     variables: dict[str, Any] = {}
     for frame in _script():
         variables = {**frame.f_globals, **frame.f_locals} | variables
-    stateful = {name: value for name, value in variables.items() if _has_state(name, value)}
+    stateful = {
+        name: value
+        for name, value in variables.items()
+        if _has_state(name, value) and not issubclass(type(value), left_out)
+    }
     inner = {name: unwrapped(value) if isinstance(value, nn.Module) else value for name, value in stateful.items()}
     return {name: value for name, value in stateful.items() if not {id(value), id(inner[name])} & held}
 

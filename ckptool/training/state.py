@@ -186,10 +186,13 @@ class Objects:
                     f"It was saved from a different {name}.",
                 ) from error
 
+    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The groups of parameters of all optimizers, each with the name of its optimizer."""
+        return ((name, group) for name, optimizer in self.of(Optimizer).items() for group in optimizer.param_groups)
+
     def averaging_optimizer(self) -> str:
         """The name of a schedule-free optimizer in evaluation mode, whose parameters are averages; empty for none."""
-        groups = ((name, group) for name, optimizer in self.of(Optimizer).items() for group in optimizer.param_groups)
-        return next((name for name, group in groups if group.get("train_mode") is False), "")
+        return next((name for name, group in self._groups() if group.get("train_mode") is False), "")
 
     def parameter_ids(self) -> set[int]:
         """The identities of the parameters of all modules."""
@@ -241,6 +244,12 @@ class Objects:
             lacking = set(flags.get("grad", parameters))
             for name, parameter in parameters.items():
                 parameter.grad = None if name in lacking else torch.zeros_like(parameter)
+
+    def optimizer_without_its_schedule(self) -> str:
+        """The name of an optimizer whose schedule was not given; empty for none."""
+        if self.of(Schedule) or self.others:
+            return ""
+        return next((name for name, group in self._groups() if "initial_lr" in group), "")
 
     def options(self) -> dict[str, list[dict[str, Any]]]:
         """The plain options of every optimizer's groups (`lr`, `fused`) and every schedule (`T_max`), and what of every
