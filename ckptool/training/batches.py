@@ -21,7 +21,6 @@ import torch
 from ckptool.errors import Conflict, UsageError, counted
 from ckptool.training import rng
 from ckptool.training.data import signals_blocked
-from ckptool.training.saving import moved
 
 if TYPE_CHECKING:
     from ckptool.training.run import Run
@@ -56,7 +55,7 @@ class Position:
         inside = bool(self.batch)
         state = self.loader.state_dict() if inside and has_state(self.loader) else None
         optional: dict[str, Any] = {"parts": self.parts} if inside and self.parts else {}
-        if inside and self.start and self.body and moved(self.body, self.start):
+        if inside and self.start and self.body and rng.moved(self.body, self.start):
             optional["body_start"] = self.body
         return {"epoch_start": self.start if inside else None, "loader": state, **optional}
 

@@ -27,6 +27,28 @@ def capture(generators: Mapping[str, Any], *, with_global: bool = True) -> State
     return {**state, "generators": {name: _get_state(generator) for name, generator in generators.items()}}
 
 
+def moved(state: State, before: State) -> set[str]:
+    """The names in a state whose value is new or changed; of the named generators, only those of `state` count."""
+    generators = {name: before.get("generators", {}).get(name) for name in state.get("generators", ())}
+    before = {**before, "generators": generators}
+    return {name for name, value in state.items() if not same(value, before.get(name))}
+
+
+def same(one: Any, other: Any) -> bool:
+    """True for plain values and tensors that are known to be equal."""
+    if isinstance(one, torch.Tensor):
+        like = isinstance(other, torch.Tensor) and one.shape == other.shape and one.dtype == other.dtype
+        try:
+            return like and (torch.equal(one, other) or torch.allclose(one, other, 0, 0, equal_nan=True))
+        except RuntimeError:  # torch cannot tell it of sparse tensors
+            return False
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one is other or bool(one == other)
+
+
 def _global_generators() -> dict[str, Any]:
     """The global generators on the CPU: Python's, torch's, and numpy's where it is imported."""
     numpy = {"numpy": sys.modules["numpy"].random.mtrand._rand} if "numpy" in sys.modules else {}

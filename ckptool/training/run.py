@@ -26,7 +26,7 @@ from ckptool.training import LOOP, rng, run_folder
 from ckptool.training.batches import Position, batches_of, generators_of, workers_spared
 from ckptool.training.parallel import World
 from ckptool.training.run_folder import environment, to_stderr
-from ckptool.training.saving import Saver, checked_rules, loaded, moved, number, refuse_not_plain, state_digest, to_cpu
+from ckptool.training.saving import Saver, checked_rules, loaded, number, refuse_not_plain, to_cpu
 from ckptool.training.seen import Looks
 from ckptool.training.state import SUFFIX, Objects, Window, evaluation_mode, ranks_with_own, with_own
 from ckptool.training.stopping import SIGNALS, Stopping, counters_around, left_by_break, loop_frame, stopping
@@ -241,7 +241,7 @@ class Run:
 
     def _point(self) -> Point:
         now, position = self._capture(self._generators()), self.position
-        self._drawn |= moved(now, self._initial_random) - {"generators"}
+        self._drawn |= rng.moved(now, self._initial_random) - {"generators"}
         rank = {**position.rank_state(), "now": now}
         for key in rank.keys() & {"now", "epoch_start", "body_start"}:
             drawn = {*self._drawn, "generators"}  # others may differ in every process
@@ -512,7 +512,7 @@ class Run:
         if (resumed := self._resumed) is None:
             return
         inside, options = nested and self.position.batch > 0, self.objects.options()
-        changed = [n for n, saved in resumed.values.items() if state_digest(saved) != state_digest(self.values[n])]
+        changed = [name for name, saved in resumed.values.items() if not rng.same(self.values[name], saved)]
         self.values |= {name: to_cpu(resumed.values[name], copied=True) for name in changed}
         objects = [name for name, groups in options.items() if groups != resumed.options[name]]
         self.objects.set_flags(resumed.flags)
@@ -528,7 +528,7 @@ class Run:
         for module in self.objects.modules.values() if inside else ():
             self._caught.callback(module.register_forward_pre_hook(self._note_call).remove)
         now = self._capture(self.objects.generators)
-        if self._seed is None and resumed.random is not None and moved(now, resumed.random):
+        if self._seed is None and resumed.random is not None and rng.moved(now, resumed.random):
             self._say_once(
                 "random numbers were drawn, or an iterator of data begun, between ckptool.Run(…) and the first step of "
                 "this resumed process. A batch that was fetched there is not the one that the stopped process had: "

@@ -213,7 +213,7 @@ def state_digest(value: Any) -> str:
     """A digest of a plain value with its tensors, the same for equal ones in every process."""
     hashed, stack = blake2b(digest_size=16), [value]
     while stack:
-        node = _python(stack.pop())
+        node = stack.pop()
         if isinstance(node, torch.Tensor):
             part = local(node.detach())
             part = (part if part.layout is torch.strided else part.to_dense()).cpu().contiguous().resolve_conj()
@@ -225,13 +225,6 @@ def state_digest(value: Any) -> str:
         else:
             hashed.update(repr(sorted(map(repr, node)) if isinstance(node, set) else node).encode())
     return hashed.hexdigest()
-
-
-def moved(state: Tree, before: Tree) -> set[str]:
-    """The names in a state of generators that are new or changed; of generators with names only those of `state`."""
-    generators = {name: before.get("generators", {}).get(name) for name in state.get("generators", ())}
-    before = {**before, "generators": generators}
-    return {name for name, value in state.items() if state_digest(value) != state_digest(before.get(name))}
 
 
 def checked_rules(

@@ -19,7 +19,7 @@ from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.training.batches import parts_of, saves
 from ckptool.training.optim import Average, load_optimizer, parameters_of
 from ckptool.training.parallel import has_divided, local, state_like, tensors
-from ckptool.training.rng import is_generator
+from ckptool.training.rng import is_generator, same
 from ckptool.training.saving import not_plain, not_saved, plain_state, refuse_not_plain, state_digest, to_cpu
 
 Optimizer = torch.optim.Optimizer
@@ -96,7 +96,7 @@ class Objects:
             self.named[name].load_state_dict(to_cpu(state, copied=True))
         yield
         for name, state in self.states_of_others().items():
-            if state_digest(state) != state_digest(states[name]):  # where nothing changed, shared tensors stay shared
+            if not same(state, states[name]):  # where nothing changed, shared tensors stay shared
                 self.named[name].load_state_dict(states[name])
 
     def state(self, taken: Mapping[str, Any]) -> dict[str, Any]:

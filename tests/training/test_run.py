@@ -313,6 +313,13 @@ def test_a_seed_and_a_place_decide_what_each_library_draws() -> None:
     assert all(a != b for a, b in zip(drawn("step", 3), drawn("step", 4), strict=True))
 
 
+def test_nan_is_the_same_as_nan_and_as_nothing_else() -> None:
+    nan, one = torch.tensor([float("nan"), 1.0]), torch.ones(2)
+    assert rng.same([nan], [nan.clone()]) and not rng.same(nan, one) and not rng.same(one, nan)
+    sparse = one.to_sparse()
+    assert not rng.same(sparse, sparse.clone())  # torch cannot tell: it is taken from the checkpoint again
+
+
 def test_a_script_may_begin_a_loader_again_whose_workers_stay(tmp_path: Path) -> None:
     loader = DataLoader(torch.rand(8, 4), batch_size=4, num_workers=1, persistent_workers=True)
     run = Run(tmp_path, model=nn.Linear(4, 1), say=str)
