@@ -335,23 +335,29 @@ class Window:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._optimizers = list(objects.of(Optimizer).values())
-        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that were not given, and stepped
+        # Those that were not given, and whether they train the same parameters.
+        self._others: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._scalers = list(objects.of(GradScaler).values())
         self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient as last used: tensor, version
         self._initial: dict[int, Any] = {}  # parameter -> its gradient when the body began
         self._stepped: set[int] = set()  # the optimizers, by index, that stepped in this body
+        self.zeroed: set[int] = set()  # those whose gradients were zeroed in place
         self.renewing: set[int] = set()  # of several, those that start afresh; saved, as saves depend on it
         self.is_adding = False  # an optimizer stepped by gradients that were added to those of its last step
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
+        for index, optimizer in enumerate(self._optimizers) if len(self._optimizers) > 1 else ():
+            _tell(optimizer, index, weakref.ref(self))
         _WINDOWS.add(self)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer of this process has used its gradients."""
         index = next((position for position, candidate in enumerate(self._optimizers) if candidate is optimizer), None)
         if index is None:
-            self._others.add(optimizer)
-            settled = _gradients(optimizer)
+            if optimizer not in self._others:
+                owned = self._objects.parameter_ids()
+                self._others[optimizer] = not owned.isdisjoint(map(id, parameters_of(optimizer)))
+            settled = _gradients(optimizer) if self._others[optimizer] else ()
         else:
             self._counts[index] += 1
             self._stepped.add(index)
@@ -361,29 +367,27 @@ class Window:
             if len(self._optimizers) > 1:
                 gradients = _gradients(optimizer)
                 remained = any(key in self._initial and self._initial[key]() is gradient for key, gradient in gradients)
-                (self.renewing.discard if remained else self.renewing.add)(index)
+                (self.renewing.discard if remained and index not in self.zeroed else self.renewing.add)(index)
             settled = _gradients(*(self._optimizers[each] for each in self._stepped | self.renewing))
         self._used |= {key: (weakref.ref(gradient), gradient._version) for key, gradient in settled}
 
     def unsaved(self) -> list[str]:
         """The classes of the optimizers that train given parameters, and whose state is in that of no given object."""
-        owned = self._objects.parameter_ids() if self._others else set()
-        others = [other for other in self._others if not owned.isdisjoint(map(id, parameters_of(other)))]
-        if not others:
+        if not any(self._others.values()):
             return []
         named, groups = self._objects.named.values(), [group for opt in self._optimizers for group in opt.param_groups]
         saved = {id(t) for owner in named if not isinstance(owner, nn.Module) for t in tensors(owner.state_dict())}
         classes = []
-        for optimizer in others:
+        for optimizer in [other for other, trains in self._others.items() if trains]:
             state = [id(tensor) for tensor in tensors(optimizer.state)]
             is_inner = state or any(group is known for known in groups for group in optimizer.param_groups)
             if not (is_inner and saved.issuperset(state)):
                 classes.append(type(optimizer).__name__)
-        return sorted(classes)
+        return classes
 
     def begin(self) -> None:
         """A body of the loop begins."""
-        self._scaled, self._stepped = self._updates(), set()
+        self._scaled, self._stepped, self.zeroed = self._updates(), set(), set()
         if len(self._optimizers) > 1:
             self._initial = {key: weakref.ref(gradient) for key, gradient in _gradients(*self._optimizers)}
 
@@ -431,3 +435,16 @@ register_optimizer_step_post_hook(note_step)
 def _has_values(gradient: torch.Tensor) -> bool:
     """True for a gradient that is not zero everywhere in this process."""
     return bool(local(gradient._values() if gradient.is_sparse else gradient).any())
+
+
+def _tell(optimizer: Optimizer, index: int, window: weakref.ref[Window]) -> None:
+    """Has an optimizer report its `zero_grad`, which has no hook, to a window."""
+    itself = weakref.ref(optimizer)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if (watcher := window()) is not None:
+            watcher.zeroed.add(index)
+        if (live := itself()) is not None:
+            type(live).zero_grad(live, set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
