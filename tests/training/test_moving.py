@@ -15,7 +15,6 @@ from torch import nn
 
 from ckptool.training import rng
 from ckptool.training.moving import MAX_OBJECTS, kind_of, reachable, unsaved
-from ckptool.training.saving import moved
 from tests.support.processes import soon
 
 
@@ -100,9 +99,9 @@ def test_nothing_moves_by_looking() -> None:
     objects = {"model": Net(), "data": Data(), "loader": torch.utils.data.DataLoader([1, 2, 3], shuffle=True)}
     states = rng.global_states()
     assert unsaved(reachable(objects)[0], reachable(objects)[0], ()) == {}
-    assert moved(rng.global_states(), states) == set()
+    assert rng.moved(rng.global_states(), states) == set()
     torch.rand(1)
-    assert moved(rng.global_states(), states) == {"torch"}
+    assert rng.moved(rng.global_states(), states) == {"torch"}
 
 
 def test_extra_state_saves_a_modules_attributes() -> None:
