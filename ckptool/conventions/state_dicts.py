@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from math import isqrt
 from typing import Any
 
@@ -53,6 +53,8 @@ _OTHER_WORDS = re.compile(
     re.IGNORECASE,
 )
 _TRAINING_WORDS = re.compile(r"optim|^opt(_states?)?$|scheduler|scaler|sampler|(^|[_-])rng|random", re.IGNORECASE)
+# Where moments are kept by name: `opt/m/NAME`. A model may be called opt, too.
+_OPT, _MOMENTS = ("opt", "opt_state"), ("m", "v", "mu", "nu", "exp_avg", "exp_avg_sq", "momentum", "momentum_buffer")
 # Entries among weights that hold counters; anywhere else there may be a model in them.
 _TRAINING_STATE = re.compile(r"(train|training|trainer)_state|data_?loaders?", re.IGNORECASE)
 # What modules call their parameters and buffers: one of these as the last part of a key makes a dictionary look like a
@@ -395,7 +397,7 @@ def _is_other(path: Path) -> bool:
     """True where a name in the path says that it holds no weights (`callbacks`, `hyper_parameters`), save averages."""
     average = bool(path) and isinstance(path[-1], str) and bool(_AVERAGE_WORDS.search(path[-1]))
     is_other = any(isinstance(key, str) and _OTHER_WORDS.search(key) for key in path)
-    return not average and (is_other or any(key in ("opt", "opt_state") for key in path[:-1]))  # its moments by name
+    return not average and (is_other or any(pair[0] in _OPT and pair[1] in _MOMENTS for pair in pairwise(path)))
 
 
 def _looks_like_weights(path: Path, entries: dict[str, Any]) -> bool:

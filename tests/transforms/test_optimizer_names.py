@@ -389,3 +389,5 @@ def test_moments_by_name_are_no_weights(tmp_path: Path) -> None:
         assert {value.dtype for value in after["model"].values()} == {torch.bfloat16}
         ckptool.convert(file, tmp_path / "out.safetensors", overwrite=True)
         assert ckptool.load(tmp_path / "out.safetensors").keys() == weights.keys()
+    ckptool.bundle({"opt": saved({"model": weights}, tmp_path / "b.pt")}, tmp_path / "c.pt")  # a model of that name
+    assert [root.kind for root in ckptool.inspect(tmp_path / "c.pt").roots] == ["model weights"]
