@@ -185,8 +185,9 @@ class Slots:
         roots = [root for root in find_state_dicts(replace(whole, tree=nested(whole.tree))) if root.is_model]
         roots = [root for root in roots if root.kind == WEIGHTS] or roots  # no optimizer trains an average
         if (named := self.own_names()) is not None:  # maybe as DDP calls them, beside the weights of its module
-            short = {slot: without_wrappers(name) for slot, name in named.items()}
-            return short if any({*short.values()} <= root.node.keys() for root in roots) else named
+            bare = {slot: without_wrappers(name) for slot, name in named.items()}
+            beside = [names for names in (named, bare) if any({*names.values()} <= root.node.keys() for root in roots)]
+            return beside[0] if beside else named
         fitting: dict[tuple[Any, ...], dict[Any, str]] = {}
         first_error: CkptoolError | None = None
         for root in roots:

@@ -391,3 +391,14 @@ def test_moments_by_name_are_no_weights(tmp_path: Path) -> None:
         assert ckptool.load(tmp_path / "out.safetensors").keys() == weights.keys()
     ckptool.bundle({"opt": saved({"model": weights}, tmp_path / "b.pt")}, tmp_path / "c.pt")  # a model of that name
     assert [root.kind for root in ckptool.inspect(tmp_path / "c.pt").roots] == ["model weights"]
+
+
+def test_names_that_are_those_of_the_weights_stay_where_a_child_is_called_module(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    model.add_module("module", nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.SGD(list(model.named_parameters()), lr=0.1, momentum=0.9)
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    file = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    ckptool.convert(file, tmp_path / "b.pt", optimizer_as="names")
+    assert list(load(tmp_path / "b.pt")["optimizer"]["state"]) == ["weight", "module.weight"]
