@@ -233,8 +233,8 @@ def _summary(value: Any, width: int) -> str:
             parts = {"attribute": value.attributes, "item": value.items, "element": value.elements}
             having = " and ".join(counted(len(part), word) for word, part in parts.items() if part)
             kind = {"new": "unknown class ", "call": "unknown call "}.get(value.how, "persistent ")
-            arguments = _short_list(value.args, "", "(", ")", width) if value.args else ""
-            name = ("" if kind_of(value.fn) else kind) + printable(value.name) + arguments * arguments.startswith("(")
+            arguments = _few(value.args, "(", ")", width) if value.args else ""
+            name = ("" if kind_of(value.fn) else kind) + printable(value.name) + arguments
             return f"<{name} with {having}>" if having else f"<{name}>"
         case Array() if value.size == 1 and not value.shape and (numbers := value.values()):
             return printable(f"numpy {value.type} {numbers[0]}")
@@ -249,11 +249,14 @@ def _summary(value: Any, width: int) -> str:
 
 def _short_list(items: Sequence[Any], name: str, begin: str, end: str, width: int) -> str:
     """The items if they are few and short, else how many there are."""
-    if len(items) <= 8 and all(isinstance(item, (str, int, float, bool, type(None))) for item in items):
-        text = f"{begin}{', '.join(_summary(item, width) for item in items)}{end}"
-        if len(text) <= width or not items:
-            return text
-    return f"{name} of {counted(len(items), 'item')}"
+    return _few(items, begin, end, width) or f"{name} of {counted(len(items), 'item')}"
+
+
+def _few(items: Sequence[Any], begin: str, end: str, width: int) -> str:
+    """The items if they are few, plain and short, else nothing."""
+    is_plain = len(items) <= 8 and all(isinstance(item, (str, int, float, bool, type(None))) for item in items)
+    text = f"{begin}{', '.join(_summary(item, width) for item in items)}{end}" if is_plain else ""
+    return text if len(text) <= width or not items else ""
 
 
 # JSON -----------------------------------------------------------------------------------------------------------------
