@@ -15,7 +15,7 @@ from ckptool.analysis.words import entry_text, grouped, type_name
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.files import Folder, Source, unchanged
 from ckptool.checkpoint.progress import reading
-from ckptool.checkpoint.tree import module_attributes, second_names, storages
+from ckptool.checkpoint.tree import is_meta, module_attributes, second_names, storages
 from ckptool.commands import arg, option, several
 from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer, one_state_dict
 from ckptool.errors import UsageError, counted, listed
@@ -27,8 +27,9 @@ IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_
 # What a safetensors file cannot record; compared where both containers can.
 _ONLY_IN_PICKLES = ("device", "strides", "requires_grad", "metadata")
 # The evidence for "same": the weakest by which any tensor counts as the same.
-BYTES, VALUES, TOLERANCE = "bytes", "values", "values within the tolerance"
-EVIDENCE = {BYTES: "byte for byte", VALUES: "by their values", TOLERANCE: "within the tolerance"}
+BYTES, VALUES, TOLERANCE, SHAPES = "bytes", "values", "values within the tolerance", "shapes"
+_EVIDENCE = "byte for byte", "by their values", "within the tolerance", "by shape and type"
+EVIDENCE = dict(zip((BYTES, VALUES, TOLERANCE, SHAPES), _EVIDENCE, strict=True))
 ROWS, NAMES = 9, 40  # of a kind of difference, unless all are asked for; columns for their names
 STRIP, LAYERS = "▁▂▃▄▅▆▇█", 24  # levels of change; characters at most
 _ASPECTS = {"value": "plain entries", "values": "values of tensors"}
@@ -346,12 +347,13 @@ def diff(
     order = () if "order" in skipped or not pickled else tuple(comparer.order)
     not_compared: tuple[str, ...] = () if pickled else ("order", "ties", *_ONLY_IN_PICKLES)
     not_compared += (ARRAYS,) * (comparer.mixed and ARRAYS in skipped)
-    changed = (change.values.changed for change in comparer.changed if change.values is not None)
+    on_meta = sum(is_meta(a) for *_, a, _ in comparer.compared.values())
+    exact = SHAPES if on_meta and on_meta == len(comparer.compared) else BYTES
     return Diff(
         left=str(left.source or "the left one"),
         right=str(right.source or "the right one"),
         same=same and not (tied or (order and strict)),
-        evidence=BYTES if not comparer.close else TOLERANCE if atol or rtol else VALUES,
+        evidence=exact if not comparer.close else TOLERANCE if atol or rtol else VALUES,
         tensors=comparer.tensors,
         equal=comparer.equal,
         elements=comparer.elements,
@@ -363,10 +365,10 @@ def diff(
         metadata_differs=tuple(comparer.metadata),
         ignored=tuple(sorted(ignore)),
         not_compared=tuple(name for name in not_compared if name not in ignore),
-        remarks=(),
+        remarks=(f"{counted(on_meta, 'tensor')} on the meta device, without values",) if on_meta else (),
         strict=strict,
         only=tuple(only),
-        changed_elements=sum(changed) if statistics else None,
+        changed_elements=sum(each.values.changed for each in comparer.changed if each.values) if statistics else None,
         parts=tuple(comparer.parts()),
     )
 
@@ -416,7 +418,7 @@ def diff_of_parts(
     if report.left == report.right and a.at != b.at:  # two parts of one file
         names = ["#".join(filter(None, (report.left, opened.at))) for opened in (a, b)]
         report = replace(report, left=names[0], right=names[1])
-    return replace(report, remarks=tuple(remarks)), (parts[0], parts[1])
+    return replace(report, remarks=(*report.remarks, *remarks)), (parts[0], parts[1])
 
 
 def _weights_of(checkpoint: Checkpoint, remarks: list[str]) -> Checkpoint:

@@ -185,6 +185,17 @@ def test_values_of_numpy_dates_and_paths_are_shown_as_such(tmp_path: Path) -> No
     assert ckptool.diff(a, a).same and not ckptool.diff(a, wide).same  # of another type
 
 
+def test_tensors_on_meta_are_the_same_by_shape_and_type(tmp_path: Path, run: Run) -> None:
+    meta, real = torch.ones(2, device="meta"), torch.ones(2)
+    paths = [tmp_path / name for name in ("meta.pt", "mixed.pt")]
+    for path, value in zip(paths, (meta, real), strict=True):
+        torch.save({"a": meta, "b": value}, path)
+    assert "same: 2 tensors, by shape and type" in run("diff", paths[0], paths[0]).out
+    assert ckptool.diff(paths[1], paths[1]).evidence == "bytes"
+    assert "1 tensor on the meta device, without values" in run("diff", paths[1], paths[1]).out
+    assert not ckptool.diff(*paths).same
+
+
 def test_order_and_metadata_count_only_when_strict(tmp_path: Path, run: Run) -> None:
     full = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict()
     made: dict[str, tuple[Any, Any]] = {
