@@ -11,7 +11,7 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 
 # What is imported again and again is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv test lint pytest house docs demo bench soak golden mutants engines fuzz fixtures browser pictures clean
+.PHONY: help venv test lint pytest house docs demo bench soak golden mutants engines least fuzz fixtures browser pictures clean
 .DELETE_ON_ERROR:
 
 help:
@@ -93,6 +93,19 @@ $(ENGINES)/.installed: pyproject.toml constraints-engines.txt | $(STAMP)
 engines: $(ENGINES)/.installed
 	DS_ACCELERATOR=cpu $(ENGINES)/bin/python -m pytest -m engines tests/engines
 
+# The least versions that pyproject.toml names, of Python too, in an environment of their own: torch brings CUDA there,
+# 5 GB. click is not ours to bound: the newest warns of what this typer calls, and a warning fails a test.
+LEAST := .venv-least
+$(LEAST)/.installed: pyproject.toml
+	python3.10 -m venv $(LEAST)
+	sed '/^\(examples\|fuzz\|docs\|dev\) =/,/\]$$/d' pyproject.toml | grep -o '"[a-z][a-z0-9_]*>=[0-9.]*"' | sed 's/"//g; s/>=/==/' \
+		| $(LEAST)/bin/python -m pip install --quiet --disable-pip-version-check -r /dev/stdin click==8.1.8 \
+		hypothesis ipykernel jsonschema nbclient pytest pytest-xdist -e .
+	@touch $@
+
+least: $(LEAST)/.installed
+	$(LEAST)/bin/python -m pytest -n 2 --dist loadfile
+
 # What make test skips where there is no Chromium.
 browser: $(STAMP)
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
@@ -114,5 +127,5 @@ fixtures: $(STAMP)
 	$(BIN)/python -m fixtures.make build/fixtures
 
 clean:
-	rm -rf $(VENV) $(ENGINES) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks
+	rm -rf $(VENV) $(ENGINES) $(LEAST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

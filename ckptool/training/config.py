@@ -377,7 +377,7 @@ def keys_of(section: type[BaseModel] | None) -> dict[str, FieldInfo]:
 
 def section_in(annotation: Any) -> type[BaseModel] | None:
     """The section in `Section | None`, `dict[str, Section]`, `list[Section]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type(BaseModel)):
         return annotation
     return next((section for part in typing.get_args(annotation) if (section := section_in(part)) is not None), None)
 

@@ -316,7 +316,7 @@ def _has_rows(value: Any) -> bool:
 def is_divided(value: Any) -> bool:
     """True for a tensor of which each process has a part (a DTensor)."""
     tensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and there are none before the import
-    return tensors is not None and isinstance(value, tensors.DTensor)
+    return isinstance(value, getattr(tensors, "DTensor", ()))
 
 
 def has_divided(tree: Any) -> bool:

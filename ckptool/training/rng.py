@@ -18,7 +18,6 @@ import torch
 
 State = dict[str, Any]
 CPU = torch.device("cpu")
-_ACCELERATORS = ("cuda", "xpu", "mps")
 
 
 def capture(generators: Mapping[str, Any], *, with_global: bool = True) -> State:
@@ -55,12 +54,17 @@ def _global_generators() -> dict[str, Any]:
     return {"python": random._inst, "torch": torch.default_generator, **numpy}
 
 
+def _accelerators() -> dict[str, Any]:
+    """The modules of the accelerators that this process can use. Older torch keeps it of mps in `backends` alone."""
+    names = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.backends.mps}
+    return {name: getattr(torch, name) for name, module in names.items() if module.is_available()}
+
+
 def global_states() -> State:
     """The states of all global generators of this process: Python's, numpy's, torch's on each device."""
     state: State = {name: _get_state(generator) for name, generator in _global_generators().items()}
-    for name in _ACCELERATORS:
-        module = getattr(torch, name)
-        if module.is_available() and (name == "mps" or module.is_initialized()):
+    for name, module in _accelerators().items():
+        if name == "mps" or module.is_initialized():
             state[name] = module.get_rng_state() if name == "mps" else module.get_rng_state_all()
     return state
 
@@ -80,9 +84,8 @@ def restore(state: State, generators: Mapping[str, Any]) -> None:
                 generator.set_state(_arrays(state_of))
             else:
                 generator.bit_generator.state = _arrays(state_of)
-    for name in _ACCELERATORS:
-        module = getattr(torch, name)
-        if name in state and module.is_available():
+    for name, module in _accelerators().items():
+        if name in state:
             (module.set_rng_state if name == "mps" else module.set_rng_state_all)(state[name])
 
 

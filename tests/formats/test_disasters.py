@@ -304,6 +304,21 @@ def test_a_universal_folder_without_its_model_states_is_one_that_lacks_them(
     assert run("scan", tmp_path, "--latest-good").code == 1  # no file of a parameter is a checkpoint
 
 
+@pytest.mark.parametrize("other", [1, 2])
+def test_what_is_not_trained_is_taken_from_a_universal_folder_only_where_its_ranks_agree(
+    other: int, saved: Path, tmp_path: Path, run: Run
+) -> None:
+    """`ds_to_universal` joins what is trained; a buffer or frozen weight that differs may be a rank's part of it."""
+    folder = tmp_path / "global_step20_universal"
+    shutil.copytree(saved / "universal" / str(NEWER), folder)
+    first = torch.load(folder / "mp_rank_00_model_states.pt")
+    for rank, value in enumerate((1, other)):
+        states = first | {"module": first["module"] | {"frozen": torch.full((4,), value)}}
+        torch.save(states, folder / f"mp_rank_{rank:02}_model_states.pt")
+    done = run("convert", folder, "-o", tmp_path / "out.safetensors")
+    assert done.code == (0 if other == 1 else 2) and ("frozen differs in mp_rank_01" in done.err) == (other == 2), done
+
+
 @pytest.mark.parametrize("there", [(0, 1), (0, 2), (1, 2), (0, 1, 2)])
 def test_one_rank_of_llama_is_never_the_model(there: tuple[int, ...], tmp_path: Path, run: Run) -> None:
     for rank in there:
