@@ -187,14 +187,16 @@ class Reference:
 
     def unsaved_averages(self, life: Life) -> list[Cause]:
         """Weights that differ at the end and that no optimizer trains: those that change with every step (unlike the
-        best model so far), or have an average's name; by that name also tensors in a dictionary of the script."""
+        best model so far), or have an average's name; by that name also tensors in a dictionary of the script, unless
+        they stay as they are, as in one that was loaded."""
         if not life.steps or life.reached != (length := len(self.steps)):
             return []
         last, looks = self.facts[-1], sum(not step.age for step in self.steps)
         averages = set()
         for key in self.differing(length - 1, life.steps[-1]):
             moves = sum(one.get(key) != other.get(key) for one, other in pairwise(self.facts))
-            is_tensor = last[key].partition(": ")[2].startswith("[")
+            first, final = (step.found.get(key[1], "") for step in (life.steps[0], life.steps[-1]))
+            is_tensor = final.partition(": ")[2].startswith("[") and final != first
             is_named = _is_average(f"{key[1]} {last[key]}") and (key[0] == WEIGHTS or is_tensor)
             if is_named or (key[0] == WEIGHTS and 2 * moves > looks):
                 averages.add(key)
