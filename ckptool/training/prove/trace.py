@@ -209,8 +209,7 @@ class Reference:
         keys = self.differing(index, other) if keys is None else keys
         prefixes = tuple(f"{name}." for kind, name in keys if kind in (SCHEDULER, WEIGHTS))
         keys = {key for key in keys if not key[1].startswith(prefixes)}
-        kinds = list(_WORDS)
-        mine, theirs = self.facts[index], other.facts()
+        kinds, mine, theirs = [*_WORDS], self.facts[index], other.facts()
         relevant = {key for key in keys if key[0] not in _EFFECTS or _MEMORY.fullmatch(mine[key])} or keys
         if relevant == {(BATCH, "")}:  # a number of the script may be the cause, but no tensor: that is of the batch
             relevant |= {key for key in keys if key[0] == VALUE and not mine[key].startswith(f"{VALUE}: [")}
@@ -218,8 +217,7 @@ class Reference:
         groups: dict[Key, list[Key]] = {}  # what is put back together
         drawing = {name.split(".")[0] for kind, name in ranked if kind == GENERATOR and "." in name}
         for key in ranked:
-            kind, owner = key[0], re.split(r"[.\[#]", key[1])[0]
-            group = kind, owner
+            group = kind, owner = key[0], re.split(r"[.\[#]", key[1])[0]
             if kind in (BATCH, GENERATOR, RANDOM) or (kind == ATTRIBUTE and owner in drawing):
                 group = BATCH, ""  # with the generators that it was drawn with, and the objects that have them
             elif kind in (RATE, SCHEDULER):
