@@ -44,11 +44,11 @@ def _size_of(item: str | Pair) -> int:
     return size_at(item if isinstance(item, str) else item[0])[0] or 1
 
 
-def of_list(function: Any, files: Sequence[Any], arguments: Sequence[Any], options: dict[str, Any]) -> list[Any]:
+def of_list(function: Any, files: Sequence[Any], options: dict[str, Any]) -> list[Any]:
     """What a verb returns for a list of files, in Python: the report of each, or its error.
     options: those of the verb, and `jobs`; of one that writes also `folder` and `skip_refused`."""
-    if arguments or options.get("out") is not None:
-        what = f"{function.__name__} was given several files and one output"
+    if options.pop("out", None) is not None:
+        what = f"{function.__name__} was given a list of files and one output"
         raise UsageError(what, "An output is a single file.", f"Into a folder: {arg(folder=DIR)}")
     verb_options = {name: value for name, value in options.items() if name not in ("folder", "skip_refused", "jobs")}
     work: Work[Any] = partial(function, **verb_options)

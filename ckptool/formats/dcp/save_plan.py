@@ -38,6 +38,7 @@ from ckptool.pickles.encode import integer
 
 MAX_RANKS = 16_384
 MAX_OBJECTS, REPEATED = 8 << 20, 16  # bytes of objects; beyond, as often as that the size of the same in one pickle
+FRAME = 1_200  # bytes of the zip around an object
 VERSION = "1.0.0"
 _MODULE = "torch.distributed.checkpoint.metadata"
 _Field = str | int | tuple[int, ...] | list[Any] | None
@@ -89,7 +90,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     for name, value in flat.values.items():
         if not isinstance(value, TensorEntry):
             saving.add_object(name, value)
-            if (size := saving.files[0].size) > limit:
+            if (size := saving.files[0].size - FRAME * len(saving.files[0].objects)) > limit:
                 limit = max(limit, REPEATED * torch_zip.write(checkpoint, keep_unknown=True).nbytes)
                 if size > limit:
                     what = f"its entries share objects, which would be written more than {REPEATED} times"
@@ -195,6 +196,28 @@ class _BlockZip(Place):
         yield Deferred(zip_.tail_length, partial(zip_.tail, crc))
 
 
+class _ObjectZip(Place):
+    """The zip of an object in a file; made on the fly, as there may be one for each word of a vocabulary."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        super().__init__(None, 0, self.plan().nbytes)
+
+    def plan(self) -> Plan:
+        return torch_zip.write(Checkpoint(self.value, torch_zip.NAME), keep_unknown=True)  # `write` refuses the calls
+
+    def segments(self) -> list[Segment]:
+        return [segment for file in self.plan().files.values() for segment in file]
+
+    def __iter__(self) -> Iterator[Segment]:
+        if any(storages(self.value)):
+            yield from self.segments()
+        else:
+            yield Deferred(self.length, lambda: _bytes_of(self.segments()))
+
+
 class _Divided:
     """The zips of a tensor of which each rank has a block; made on the fly, as there may be 400,000 of them.
 
@@ -242,7 +265,7 @@ class _RankFile:
     rank: int
     divided: list[_Divided]
     numbers: array[int] = field(default_factory=partial(array, "I"))
-    objects: list[list[Segment]] = field(default_factory=list)
+    objects: list[_ObjectZip] = field(default_factory=list)
     items: list[_BlockZip] = field(default_factory=list)
     size: int = 0
 
@@ -282,14 +305,9 @@ class _Saving:
         self.strides_lost = ""
 
     def add_object(self, name: str, value: Any) -> None:
-        plan = torch_zip.write(Checkpoint(value, torch_zip.NAME), keep_unknown=True)  # `write` refuses unknown calls
-        (layout,) = plan.files.values()
-        segments = list(layout)
-        if all(isinstance(segment, (InlineBytes, Deferred)) for segment in segments):
-            segments = [InlineBytes(_bytes_of(segments))]
-        self.checks += plan.checks
-        self.files[0].place(item := Place(None, 0, plan.nbytes))
-        self.files[0].objects.append(segments)
+        self.files[0].place(item := _ObjectZip(value))
+        self.files[0].objects.append(item)
+        self.checks += item.plan().checks if any(storages(value)) else ()
         self.chunks[name] = [Chunk((), (), item)]
         for number, storage in enumerate(storages(value)):
             self.homes[id(storage)] = tree_pickle.Home(f"{name}#{number}", 0, storage.nbytes)
