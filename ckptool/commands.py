@@ -301,6 +301,7 @@ _ACCEPTED |= {int: (Integral, "a whole number"), float: (Real, "a number"), Sequ
 _ACCEPTED |= {bool: (Integral, "True or False"), Callable: (Callable, "a function")}  # "no" would be true
 _ACCEPTED |= {dict: (Mapping, "a dictionary"), Mapping: (Mapping, "a dictionary"), type(None): (type(None), "")}
 _ITEMS: dict[Any, tuple[type, str]] = {str: (str, "strings"), float: (Real, "numbers")}
+OF_LISTS = "A list of paths gives a list of reports; jobs=N or an executor works on several at a time."
 
 
 def for_python(function: Any) -> Any:
@@ -314,20 +315,15 @@ def for_python(function: Any) -> Any:
     kinds = {name: hint.__origin__ if hasattr(hint, "__metadata__") else hint for name, hint in hints.items()}
     taken = _check_of_types(function, kinds)
     is_for_each = takes_several(function)
-    of_lists = "A list of paths gives a list of reports; jobs=N or an executor works on several at a time."
 
     @wraps(function)
     def called(*args: Any, **options: Any) -> Any:
         options = {name: taken(name, value) for name, value in options.items()}
         if is_for_each and args and isinstance(args[0], (list, tuple, Iterator)) and not hasattr(args[0], "read"):
-            paths = [*args[0]]
-            if odd := [type(path).__name__ for path in paths if not isinstance(path, (str, os.PathLike))]:
-                fix = f"One after the other: [ckptool.{function.__name__}(item) for item in …]"
-                raise UsageError(f"{function.__name__} was given a list with {odd[0]} in it", of_lists, fix)
-            many = import_module("ckptool.verbs._many_files")
-            first, *others = sig.bind_partial(*args).arguments.items()
-            options |= {name: taken(name, value) for name, value in others}
-            return many.of_list(function, [os.fspath(taken(first[0], path)) for path in paths], options)
+            first, *others = sig.bind_partial(*args).arguments
+            options |= {name: taken(name, value) for name, value in zip(others, args[1:], strict=True)}
+            files = [taken(first, file) for file in args[0]]
+            return import_module("ckptool.verbs._many_files").of_list(function, files, options)
         report = function(*map(taken, sig.parameters, args), *args[len(sig.parameters) :], **options)
         if not getattr(report, "made", ()):
             return report
@@ -347,7 +343,7 @@ def for_python(function: Any) -> Any:
     writes = [param.annotation.__doc__ or "" for param in declared if hasattr(param.annotation, "__required_keys__")]
     lines += writes
     if is_for_each:
-        lines.append(of_lists + f" Into: folder=DIR{', or in_place=True' * ('in_place' in kinds)}." * bool(writes))
+        lines.append(OF_LISTS + f" Into: folder=DIR{', or in_place=True' * ('in_place' in kinds)}." * bool(writes))
     called.__doc__ = "\n    ".join([(function.__doc__ or "").rstrip() + "\n", *lines, ""])
     return called
 

@@ -196,28 +196,6 @@ class _BlockZip(Place):
         yield Deferred(zip_.tail_length, partial(zip_.tail, crc))
 
 
-class _ObjectZip(Place):
-    """The zip of an object in a file; made on the fly, as there may be one for each word of a vocabulary."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        super().__init__(None, 0, self.plan().nbytes)
-
-    def plan(self) -> Plan:
-        return torch_zip.write(Checkpoint(self.value, torch_zip.NAME), keep_unknown=True)  # `write` refuses the calls
-
-    def segments(self) -> list[Segment]:
-        return [segment for file in self.plan().files.values() for segment in file]
-
-    def __iter__(self) -> Iterator[Segment]:
-        if any(storages(self.value)):
-            yield from self.segments()
-        else:
-            yield Deferred(self.length, lambda: _bytes_of(self.segments()))
-
-
 class _Divided:
     """The zips of a tensor of which each rank has a block; made on the fly, as there may be 400,000 of them.
 
@@ -265,7 +243,7 @@ class _RankFile:
     rank: int
     divided: list[_Divided]
     numbers: array[int] = field(default_factory=partial(array, "I"))
-    objects: list[_ObjectZip] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
     items: list[_BlockZip] = field(default_factory=list)
     size: int = 0
 
@@ -275,10 +253,12 @@ class _RankFile:
         self.size += item.length
 
     def __iter__(self) -> Iterator[Segment]:
-        blocks = (self.divided[number].item(self.rank) for number in self.numbers)
-        in_order: Iterator[Iterable[Segment]] = chain(self.objects, blocks, self.items)
-        for segments in in_order:
-            yield from segments
+        for value in self.objects:  # there may be one for each word of a vocabulary
+            (layout,) = torch_zip.write(Checkpoint(value, torch_zip.NAME), keep_unknown=True).files.values()
+            segments = list(layout)
+            yield from segments if any(storages(value)) else [InlineBytes(_bytes_of(segments))]
+        for item in chain((self.divided[number].item(self.rank) for number in self.numbers), self.items):
+            yield from item
 
 
 @lru_cache(1024)
@@ -305,9 +285,10 @@ class _Saving:
         self.strides_lost = ""
 
     def add_object(self, name: str, value: Any) -> None:
-        self.files[0].place(item := _ObjectZip(value))
-        self.files[0].objects.append(item)
-        self.checks += item.plan().checks if any(storages(value)) else ()
+        plan = torch_zip.write(Checkpoint(value, torch_zip.NAME), keep_unknown=True)  # `write` refuses unknown calls
+        self.checks += plan.checks
+        self.files[0].place(item := Place(None, 0, plan.nbytes))
+        self.files[0].objects.append(value)
         self.chunks[name] = [Chunk((), (), item)]
         for number, storage in enumerate(storages(value)):
             self.homes[id(storage)] = tree_pickle.Home(f"{name}#{number}", 0, storage.nbytes)
