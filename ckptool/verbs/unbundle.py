@@ -96,8 +96,6 @@ def unbundle(
         written = change.written(opened.checkpoint, path, container.name, "new folder", size, size, notes)
         written = replace(written, replaced=replaced)
     values = len(tree) - len(files)
-    return written.about(
-        f"{counted(len(files), 'file')} and {bundle_json.NAME}"
-        + (f", with {counted(values, 'plain value')}" if values else ""),
-        Row("members", rows, bundles.lines_of(rows)),
-    )
+    what = f"{counted(len(files), 'file')} and {bundle_json.NAME}"
+    what += f", with {counted(values, 'plain value')}" if values else ""
+    return written.about(what, Row("members", rows, bundles.lines_of(rows)))
