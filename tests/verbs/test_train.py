@@ -365,8 +365,9 @@ def test_a_change_holds_for_the_next_time_too(tmp_path: Path) -> None:
 
 def test_resume_must_have_something(tmp_path: Path) -> None:
     refused("usage", tmp_path, lambda: resume(str(tmp_path)), "is not a run: it has no run.yaml")
-    refused("usage", tmp_path, lambda: resume(str(tmp_path / "nowhere")), "is not a run: there is no such folder")
-    refused("usage", tmp_path, lambda: start(config(run=tmp_path / "none"), resume="must"), "is not a run")
+    for use in (resume, ckptool.eval, ckptool.prune, ckptool.plot):
+        refused(FileNotFoundError, tmp_path, lambda: use(str(tmp_path / "nowhere")), "no such name")  # noqa: B023
+    refused("io", tmp_path, lambda: start(config(run=tmp_path / "none"), resume="must"), "no such name")
     run = begun(tmp_path)
     for inside in ("run.yaml", "checkpoints", "checkpoints/step-00000010.pt"):
         refused("usage", tmp_path, lambda: resume(str(run / inside)), f"It is a part of a run: name {run}")  # noqa: B023
