@@ -22,6 +22,7 @@ from ckptool.commands import FILE, VERBS, Command, Slot, Use, as_argument, comma
 from ckptool.errors import listed, printable
 from ckptool.facts import LIVE, Note, Report, Told, bold, cyan, dataclass, dim, field, green, red, replace, yellow
 from ckptool.formats import NOT_WRITTEN, SUFFIXES
+from ckptool.formats.folder import is_in
 
 # File names in commands -----------------------------------------------------------------------------------------------
 
@@ -99,7 +100,8 @@ class Chain:
         suffix = parted(path)[1]
         promised = SUFFIXES.get(suffix)
         is_misnamed = promised is not None and promised.tensors_only and self.container not in ("", promised.name)
-        return ".pt" if suffix in NOT_WRITTEN or is_misnamed else suffix
+        is_model = self.container == "safetensors" and is_in(path, "config.json")  # in a folder it is copied, too
+        return ".pt" if suffix in NOT_WRITTEN or is_misnamed else suffix or "/" * is_model
 
 
 def runnable(notes: Iterable[Note], path: str, container: str) -> tuple[Note, ...]:

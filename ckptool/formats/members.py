@@ -18,7 +18,8 @@ sentence-transformers (`modules.json`), ByteCheckpoint's README.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -270,8 +271,13 @@ def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
     is_folder = is_folder or any(note.code == MEMBERS for note in checkpoint.notes)
     if source is None or not is_folder or checkpoint.container == NAME:
         return ()
-    layout = members_of(checkpoint, source if isinstance(source, Folder) else _folder_of(source))
-    return tuple(name for name in layout.names if name not in checkpoint.tree) if layout is not None else ()
+    folder = source if isinstance(source, Folder) else _folder_of(source)
+    if (layout := members_of(checkpoint, folder)) is None:
+        return ()
+    others = sorted({*without_copies(folder.names)} - claimed(folder))  # adapters with names, an average of a callback
+    files = [name for name in others if name.endswith(_TENSORS) and not re.search(named("sharded").holds, name)]
+    names = [*(name for name in others if _is_model(folder, name)), *files, *layout.names]
+    return tuple(name for name in names if name not in checkpoint.tree)
 
 
 def refuse_other_models(checkpoint: Checkpoint) -> None:
@@ -280,15 +286,16 @@ def refuse_other_models(checkpoint: Checkpoint) -> None:
     if names and checkpoint.source is not None:
         folder = _folder_of(checkpoint.source).path
         what = f"{folder} holds the weights of {counted(len(names) + 1, 'model')}, also {listed(names, 3)}"
-        one = command("convert", os.path.join(folder, names[0]), out=OUT)
-        every = command("convert", folder, all=True, out=OUT)
-        raise Conflict(what, "Nothing was written.", f"Name the file of one: {one}; or keep everything: {every}")
+        one, every = os.path.join(folder, names[0]), command("convert", folder, all=True, out=OUT)
+        raise Conflict(what, "Nothing was written.", f"Name the file of one: {one}; to keep everything: {every}")
 
 
-def left_beside(checkpoint: Checkpoint, place: str = "") -> list[Note]:
-    """The note on the members that are left out where only weights are written. place: the folder, to prefix names."""
-    names = [os.path.join(place, name) for name in beside(checkpoint)]
-    return [Note(MEMBERS, f"left out, as only weights are written: {listed(names, 6)}")] if names else []
+def left_beside(checkpoint: Checkpoint, place: str = "", written: Container[str] = ()) -> list[Note]:
+    """The note on the members that are left out where only weights are written. place: the folder, to prefix names;
+    written: those that are, too."""
+    names = [name for name in (os.path.join(place, name) for name in beside(checkpoint)) if name not in written]
+    what = f"left out, as only the folder's own weights are written: {listed(names, 6)}"
+    return [Note(MEMBERS, what)] if names else []
 
 
 def _folder_of(source: Input) -> Folder:
@@ -362,6 +369,12 @@ def _is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".bin"))
 
 
+def _is_model(folder: Folder, name: str) -> bool:
+    """True for the folder of a model in another one, if it is no checkpoint of a run."""
+    files = {*_names_in(folder, name)} if _is_folder(folder, name) else set[str]()
+    return bool(files & {CONFIG, ADAPTER}) and STATE not in files and any(map(_is_weights, files))
+
+
 def _training_members(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
     """Files that transformers' Trainer and accelerate save beside weights; the modules of sentence-transformers.
 
@@ -383,9 +396,7 @@ def _training_members(folder: Folder, *, beside: bool = False) -> MemberFiles | 
     is_trainers = any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names)
     models: list[str] = []  # in folders of their own: by hooks of a script, as those of diffusers; adapters with names
     if (accelerates or is_trainers) and not beside and not any(name.startswith(_WITH_WEIGHTS) for name in sets + names):
-        folders = {name: {*_names_in(folder, name)} for name in folder.names}
-        folders = {name: files for name, files in folders.items() if files & {CONFIG, ADAPTER} and STATE not in files}
-        models = [name for name, files in folders.items() if any(map(_is_weights, files))]
+        models = [name for name in folder.names if _is_model(folder, name)]
     # What the others belong to, first.
     members = [*models, *sorted([*sets, *names, *weights], key=lambda name: not name.startswith(_WITH_WEIGHTS))]
     for match in filter(None, map(_NUMBERED.fullmatch, names)):  # by accelerate, from the first on
@@ -485,7 +496,7 @@ def step_of(folder: str) -> dict[str, Any]:
 # What they would run --------------------------------------------------------------------------------------------------
 
 MAX_FILES = 10_000  # that are judged; each is opened
-_OF_DCP = (".distcp", ".metadata")
+_OF_DCP, _TENSORS = (".distcp", ".metadata"), (".pt", ".pth", ".bin", ".safetensors")
 
 
 def all_uses(checkpoint: Checkpoint) -> Iterator[tuple[NameUse, str]]:

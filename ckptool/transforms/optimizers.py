@@ -21,7 +21,7 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import fields, items
 from ckptool.checkpoint.tree import address, holders, replaced_at, tensors
 from ckptool.commands import FILE, OUT, arg, command
-from ckptool.conventions.optimizer_keys import FACTORS, flattened, nested, with_numbers
+from ckptool.conventions.optimizer_keys import FACTORS, RESTORED, flattened, nested, with_numbers
 from ckptool.conventions.state_dicts import WEIGHTS, find_state_dicts, optimizers, without_wrappers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
@@ -78,10 +78,10 @@ def with_optimizers(
             if form == FLAT:
                 changed, line = flattened(changed), f"{line}, flattened"
         if changed is not optimizer:
-            tree = replaced_at(tree, path, changed) if path else changed
+            tree = replaced_at(tree, path, changed)
         as_it_was = "" if changed is not optimizer else ", as it was"
         lines.append(f"{printable(place) or 'the optimizer'}: {line}{as_it_was}")
-    return replace(part, tree=tree), lines
+    return replace(part, tree=tree, notes=tuple(note for note in part.notes if note.code != RESTORED)), lines
 
 
 def _member_command(whole: Checkpoint, form: str) -> str:

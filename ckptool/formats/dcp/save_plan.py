@@ -82,7 +82,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     `UnsafeObject` for unknown calls unless `keep_unknown`, `LimitExceeded` for objects that too many entries share.
     """
     refuse_unknown(checkpoint, keep_unknown)
-    flat = FlatNames(checkpoint.tree)
+    flat = tree_pickle.flat_names(checkpoint)
     division = checkpoint.origin if isinstance(checkpoint.origin, RankDivision) else RankDivision()
     saving = _Saving(division)
     limit = MAX_OBJECTS

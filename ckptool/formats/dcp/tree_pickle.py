@@ -24,6 +24,7 @@ from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import address, replaced_at
 from ckptool.commands import FILE, OUT, arg, command
 from ckptool.conventions import optimizer_keys
+from ckptool.conventions.optimizer_keys import RESTORED
 from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Unsupported, counted
 from ckptool.facts import dataclass, replace
@@ -35,7 +36,6 @@ FREE_NAMES = 10_000
 NAMES_PER_PART = 4
 
 SHARED = "objects that appear in several places"
-RESTORED = "optimizer-keys"  # of the notes
 
 
 class FlatNames:
@@ -122,6 +122,19 @@ class FlatNames:
                 self.lost.setdefault("keys that are not strings", address(place))
 
 
+def flat_names(checkpoint: Checkpoint) -> FlatNames:
+    """The flat names of a tree. Optimizers that torch had flattened are so again: torchtitan loads no others."""
+    names, tree = FlatNames(checkpoint.tree), checkpoint.tree
+    if names.lost or not any(note.code == RESTORED for note in checkpoint.notes):
+        return names
+    for path, optimizer in list(optimizers(tree)):
+        if all(type(name) is str for name in optimizer["state"]):
+            tree = replaced_at(tree, path, optimizer_keys.flattened(optimizer))
+    again = FlatNames(tree)
+    again.lost.clear()  # as the table of torch has them
+    return names if lost_in_table(again) else again
+
+
 def with_optimizers(tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Note]]:
     """The tree with the optimizers as they were before torch flattened their keys, or made texts of their numbers."""
     unflat, notes = optimizer_keys.nested(tree), []
@@ -133,7 +146,7 @@ def with_optimizers(tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Note]]:
         if numbered is not optimizer:
             what = f"{counted(len(numbered['state']), 'key')} of an optimizer's state, which torch wrote as strings"
             notes.append(Note(RESTORED, f"{what}, are numbers again, as `param_groups` has them"))
-            unflat = replaced_at(unflat, path, numbered) if path else numbered
+            unflat = replaced_at(unflat, path, numbered)
     return unflat, notes
 
 
