@@ -79,13 +79,11 @@ class Chain:
     def _free_name(self, suffix: str | None) -> str:
         self._suffix = suffix or self._suffix
         path = self.original or "checkpoint"
-        name = os.path.basename(path)
         if is_url(path):  # a name in the working directory; for `runs/` and `.` one beside the folder
             path = os.path.basename(path.rstrip("/"))
-        elif name in ("", ".", ".."):
-            path = os.path.normpath(path)
-            is_above = os.path.basename(path) in (".", "..")
-            path = os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path)))) if is_above else path
+        elif os.path.basename(path) in ("", ".", ".."):
+            above = os.path.basename(path := os.path.normpath(path)) in (".", "..")
+            path = os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path)))) if above else path
         stem, ending = parted(path)[0], self._suffix_of(path)
         ending = "" if ending.endswith(".index.json") else ending  # the output for an index is a folder
         ending = ending if self._suffix is None else self._suffix

@@ -118,7 +118,7 @@ def flat_again(tree: Any, before: Any) -> Any:
     if tree is before or not isinstance(tree, dict):
         return tree
     children = {key: _flat_as(node, before.get(key)) for key, node in tree.items() if isinstance(node, dict)}
-    return _flat_as(same_kind(tree, {key: children.get(key, node) for key, node in tree.items()}), before)
+    return _flat_as(same_kind(tree, {**tree, **children}), before)
 
 
 def _flat_as(node: dict[Any, Any], before: Any) -> dict[Any, Any]:
@@ -136,9 +136,8 @@ def text_of(value: Any) -> str:
     """A text that is the same for equal tensors, plain values, and lists of these."""
     if isinstance(value, TensorEntry):
         return repr((value.dtype, value.shape, value.bytes() if value.nbytes <= _SMALL else value.view))
-    parts = value if isinstance(value, (list, tuple)) else (value,)
-    is_plain = all(part is None or type(part) in (str, int, float, bool) for part in parts)
-    return repr(value) if is_plain else f"<{id(value)}>"
+    types = {*map(type, value if isinstance(value, (list, tuple)) else (value,))}
+    return repr(value) if types <= {str, int, float, bool, type(None)} else f"<{id(value)}>"
 
 
 def flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:

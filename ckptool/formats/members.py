@@ -267,17 +267,16 @@ def with_all(checkpoint: Checkpoint) -> Checkpoint:
 def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The members of the folder that are not in the tree, because only its weights were read; none for a file."""
     source, part = checkpoint.source, checkpoint.part
-    is_folder = part is not None and part.kind is PartKind.MEMBERS
-    is_folder = is_folder or any(note.code == MEMBERS for note in checkpoint.notes)
+    is_folder = any(note.code == MEMBERS for note in checkpoint.notes) or (part and part.kind is PartKind.MEMBERS)
     if source is None or not is_folder or checkpoint.container == NAME:
         return ()
     folder = source if isinstance(source, Folder) else _folder_of(source)
     if (layout := members_of(checkpoint, folder)) is None:
         return ()
-    others = sorted({*without_copies(folder.names)} - claimed(folder))  # adapters with names, an average of a callback
-    files = [name for name in others if name.endswith(_TENSORS) and not re.search(named("sharded").holds, name)]
-    names = [*(name for name in others if _is_model(folder, name)), *files, *layout.names]
-    return tuple(name for name in names if name not in checkpoint.tree)
+    weights, unclaimed = re.compile(named("sharded").holds), sorted({*without_copies(folder.names)} - claimed(folder))
+    # Adapters with names, and averages, as callbacks save them.
+    others = [n for n in unclaimed if _is_model(folder, n) or (n.endswith(_TENSORS) and not weights.search(n))]
+    return tuple(name for name in (*others, *layout.names) if name not in checkpoint.tree)
 
 
 def refuse_other_models(checkpoint: Checkpoint) -> None:
@@ -291,11 +290,9 @@ def refuse_other_models(checkpoint: Checkpoint) -> None:
 
 
 def left_beside(checkpoint: Checkpoint, place: str = "", written: Container[str] = ()) -> list[Note]:
-    """The note on the members that are left out where only weights are written. place: the folder, to prefix names;
-    written: those that are, too."""
+    """The note on what is left out where weights are written. place: put before names, of which some are written."""
     names = [name for name in (os.path.join(place, name) for name in beside(checkpoint)) if name not in written]
-    what = f"left out, as only the folder's own weights are written: {listed(names, 6)}"
-    return [Note(MEMBERS, what)] if names else []
+    return [Note(MEMBERS, f"left out, as only the folder's weights are written: {listed(names, 6)}")] if names else []
 
 
 def _folder_of(source: Input) -> Folder:
@@ -400,9 +397,8 @@ def _training_members(folder: Folder, *, beside: bool = False) -> MemberFiles | 
     # What the others belong to, first.
     members = [*models, *sorted([*sets, *names, *weights], key=lambda name: not name.startswith(_WITH_WEIGHTS))]
     for match in filter(None, map(_NUMBERED.fullmatch, names)):  # by accelerate, from the first on
-        first = f"{match['stem']}{match['suffix']}" if match["suffix"] == ".bin" else ""
-        others = [first or f"{match['stem']}_0{match['suffix']}"]
-        others += [f"{match['stem']}_{n}{match['suffix']}" for n in range(1, min(int(match["number"]), MAX_MEMBERS))]
+        stem, suffix, count = match["stem"], match["suffix"], min(int(match["number"]), MAX_MEMBERS)
+        others = [f"{stem}{f'_{n}' if n or suffix != '.bin' else ''}{suffix}" for n in range(count)]
         missing += [name for name in others if name not in folder and name not in missing]
     # A Trainer saves all of these or, with save_only_model, none. DeepSpeed has the scheduler with its own optimizer.
     by_trainer = not {STATE, "training_args.bin"}.isdisjoint(names)

@@ -194,11 +194,9 @@ class Slots:
             # DeepSpeed lists the names of buffers, which no optimizer has, beside the weights.
             holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
             buffer_names = {name for name in items(fields(holder).get("buffer_names")) if type(name) is str}
-            first_names: dict[Any, str] = {}  # of each tensor
-            for key, value in root.node.items():
-                if type(key) is str and isinstance(value, (TensorEntry, Composite)):
-                    first_names.setdefault(value.view, key)
-            entries = {key: root.node[key] for key in first_names.values() if key not in buffer_names}
+            texts = {k: v for k, v in root.node.items() if type(k) is str and isinstance(v, (TensorEntry, Composite))}
+            first_names = {texts[key].view: key for key in reversed(texts)}  # of each tensor
+            entries = {k: v for k, v in texts.items() if first_names[v.view] == k and k not in buffer_names}
             shapes = {k: v.shape or () for k, v in entries.items() if kind_by_name(k, v.dtype) == PARAMETER}
             if len(shapes) > len(self.slots):
                 shapes = {name: shape for name, shape in shapes.items() if name not in buffers}

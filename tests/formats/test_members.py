@@ -189,8 +189,8 @@ def test_other_models_beside_the_weights_are_said_and_kept(tmp_path: Path, run: 
     torch.save({"fc.weight": torch.ones(2)}, folder / "ema.pt")
     (folder / "notes.pt.txt").write_text("none")
     left = run("convert", folder, "-o", tmp_path / "w.safetensors").out.partition("weights are written: ")[2]
-    assert left.startswith("ema, second, ema.pt, optimizer.pt") and left.rstrip().endswith("and 2 more")
-    assert "not ema, second, ema.pt, optimizer.pt" in run("diff", folder, folder).out
+    assert left.startswith("ema, ema.pt, second, optimizer.pt") and left.rstrip().endswith("and 2 more")
+    assert "not ema, ema.pt, second, optimizer.pt" in run("diff", folder, folder).out
     assert run("convert", folder, "--all", "-o", tmp_path / "all.pt").code == 0
     assert {"model.safetensors", "ema", "second", "optimizer.pt", "ema.pt"} <= ckptool.open(tmp_path / "all.pt").keys()
     rows = sorted(row.path for row in ckptool.scan(tmp_path / "run").files)

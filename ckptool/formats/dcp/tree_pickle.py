@@ -49,11 +49,10 @@ class FlatNames:
 
     def __init__(self, tree: Any) -> None:
         if not isinstance(tree, dict):
-            raise Unsupported(
-                "a dcp folder holds a dictionary and nothing else",
-                "torch.distributed.checkpoint saves only dictionaries.",
-                f"Choose a part: FILE#ADDRESS; or write a torch file: {arg(container='torch-zip')}",
-            )
+            what = "a dcp folder holds a dictionary and nothing else"
+            why = "torch.distributed.checkpoint saves only dictionaries."
+            fix = f"Choose a part: FILE#ADDRESS; or write a torch file: {arg(container='torch-zip')}"
+            raise Unsupported(what, why, fix)
         self.values: dict[str, Any] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.lost: dict[str, str] = {}
@@ -76,11 +75,9 @@ class FlatNames:
                 if id(value) in holders or len(stack) > MAX_DEPTH:
                     entry = max(at for at, (_, _, level) in enumerate(stack) if not isinstance(level, enumerate))
                     drop = literal(address(inner_place[: entry + 1]))  # no element of a list
-                    raise Conflict(
-                        f"{address(inner_place)} contains itself",
-                        "Its names would never end. Nothing was written.",
-                        f"Leave it out first: {command('edit', FILE, drop=drop, out=OUT)}",
-                    )
+                    fix = f"Leave it out first: {command('edit', FILE, drop=drop, out=OUT)}"
+                    why = "Its names would never end. Nothing was written."
+                    raise Conflict(f"{address(inner_place)} contains itself", why, fix)
                 self.hold(value, inner_place)
                 holders.append(id(value))
                 stack.append((inner_path, inner_place, iter(value.items()) if is_holder else enumerate(value)))
@@ -94,11 +91,9 @@ class FlatNames:
     def add(self, path: tuple[str | int, ...], place: tuple[Any, ...], value: Any) -> None:
         name = ".".join(map(str, path))
         if name in self.values:
-            raise Unsupported(
-                f"{address(place)} and another entry would both be called {name}",
-                "torch.distributed.checkpoint joins keys with dots, as strings. Nothing was written.",
-                f"Rename one first: {command('rename', FILE, 'OLD => NEW', out=OUT)}",
-            )
+            what = f"{address(place)} and another entry would both be called {name}"
+            why = "torch.distributed.checkpoint joins keys with dots, as strings. Nothing was written."
+            raise Unsupported(what, why, f"Rename one first: {command('rename', FILE, 'OLD => NEW', out=OUT)}")
         if len(self.values) >= self.max_names:
             names = counted(self.max_names, "name")
             raise LimitExceeded(f"more than {names}", "What objects share has a name in each of them.")
