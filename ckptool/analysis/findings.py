@@ -98,7 +98,8 @@ class Chain:
         suffix = parted(path)[1]
         promised = SUFFIXES.get(suffix)
         is_misnamed = promised is not None and promised.tensors_only and self.container not in ("", promised.name)
-        is_model = self.container == "safetensors" and is_in(path, "config.json")  # in a folder it is copied, too
+        is_safe = self.container == "safetensors"  # of which a folder is written with the configuration, too
+        is_model = is_safe and any(is_in(path, name) for name in ("config.json", "adapter_config.json"))
         return ".pt" if suffix in NOT_WRITTEN or is_misnamed else suffix or "/" * is_model
 
 
