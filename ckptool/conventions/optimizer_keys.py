@@ -146,9 +146,8 @@ def flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     for name, slot in optimizer["state"].items():
         flat.update(_flat(f"state.{name}", slot))
     for group in optimizer["param_groups"]:
-        for name in group["params"]:  # each with values of its own
-            options = ((key, type(v)([*v]) if type(v) in (list, tuple) else v) for key, v in group.items())
-            flat |= {f"param_groups.{name}.{key}": value for key, value in options if key != "params"}
+        options = {key: value for key, value in group.items() if key != "params"}
+        flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in options.items()}
     return flat
 
 

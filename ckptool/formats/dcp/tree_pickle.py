@@ -124,7 +124,8 @@ def flat_names(checkpoint: Checkpoint) -> FlatNames:
         return names
     for path, optimizer in list(optimizers(tree)):
         if all(type(name) is str for name in optimizer["state"]):
-            tree = replaced_at(tree, path, optimizer_keys.flattened(optimizer))
+            flat = optimizer_keys.flattened(optimizer).items()  # where each name has options of its own
+            tree = replaced_at(tree, path, {k: type(v)([*v]) if type(v) in (list, tuple) else v for k, v in flat})
     again = FlatNames(tree)
     again.lost.clear()  # as the table of torch has them
     return names if lost_in_table(again) else again
