@@ -64,7 +64,6 @@ def lora_merge(
     # By the names that the tensors have in memory, else by the file's own.
     memory = in_memory(root.node, configuration(checkpoint), opened.name)
     is_ordered = not memory.groups and not checkpoint.tensors_only
-
     merge_into = partial(
         AdapterMerge, adapter=parsed, base_name=opened.name, multiplier=scale, is_ordered=is_ordered, ties=memory.ties
     )

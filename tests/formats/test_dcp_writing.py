@@ -307,3 +307,11 @@ def test_entries_that_share_objects_are_written_sixteen_times_at_most(tmp_path: 
             refused("limit-exceeded", tmp_path, command, "share objects")
     own = {f"part {number}": SimpleNamespace(words={str(number) * 1_000}) for number in range(3_000)}
     ckptool.convert(saved(own, tmp_path / "m.pt"), tmp_path / "n.dcp", keep_unknown=True)
+
+
+def test_a_vocabulary_has_an_object_for_each_word(tmp_path: Path) -> None:
+    """What torch puts around each is not what entries share."""
+    tree = {"w": torch.ones(2), "vocabulary": {f"word {number}": number for number in range(8_000)}}
+    ckptool.convert(saved(tree, tmp_path / "m.pt"), tmp_path / "m.dcp", all=True)
+    dcp_to_torch_save(tmp_path / "m.dcp", tmp_path / "torch.pt")
+    assert torch.load(tmp_path / "torch.pt")["vocabulary"] == tree["vocabulary"]

@@ -38,6 +38,7 @@ from ckptool.pickles.encode import integer
 
 MAX_RANKS = 16_384
 MAX_OBJECTS, REPEATED = 8 << 20, 16  # bytes of objects; beyond, as often as that the size of the same in one pickle
+FRAME = 1_200  # bytes of the zip around an object
 VERSION = "1.0.0"
 _MODULE = "torch.distributed.checkpoint.metadata"
 _Field = str | int | tuple[int, ...] | list[Any] | None
@@ -88,7 +89,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     for name, value in flat.values.items():
         if not isinstance(value, TensorEntry):
             saving.add_object(name, value)
-            if (size := saving.files[0].size) > limit:
+            if (size := saving.files[0].size - FRAME * len(saving.files[0].objects)) > limit:
                 limit = max(limit, REPEATED * torch_zip.write(checkpoint, keep_unknown=True).nbytes)
                 if size > limit:
                     what = f"its entries share objects, which would be written more than {REPEATED} times"
@@ -238,7 +239,7 @@ class _RankFile:
     rank: int
     divided: list[_Divided]
     numbers: array[int] = field(default_factory=partial(array, "I"))
-    objects: list[list[Segment]] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
     items: list[_BlockZip] = field(default_factory=list)
     size: int = 0
 
@@ -248,10 +249,12 @@ class _RankFile:
         self.size += item.length
 
     def __iter__(self) -> Iterator[Segment]:
-        blocks = (self.divided[number].item(self.rank) for number in self.numbers)
-        in_order: Iterator[Iterable[Segment]] = chain(self.objects, blocks, self.items)
-        for segments in in_order:
-            yield from segments
+        for value in self.objects:  # there may be one for each word of a vocabulary
+            (layout,) = torch_zip.write(Checkpoint(value, torch_zip.NAME), keep_unknown=True).files.values()
+            segments = list(layout)
+            yield from segments if any(storages(value)) else [InlineBytes(_bytes_of(segments))]
+        for item in chain((self.divided[number].item(self.rank) for number in self.numbers), self.items):
+            yield from item
 
 
 @lru_cache(1024)
@@ -279,13 +282,9 @@ class _Saving:
 
     def add_object(self, name: str, value: Any) -> None:
         plan = torch_zip.write(Checkpoint(value, torch_zip.NAME), keep_unknown=True)  # `write` refuses unknown calls
-        (layout,) = plan.files.values()
-        segments = list(layout)
-        if all(isinstance(segment, (InlineBytes, Deferred)) for segment in segments):
-            segments = [InlineBytes(_bytes_of(segments))]
         self.checks += plan.checks
         self.files[0].place(item := Place(None, 0, plan.nbytes))
-        self.files[0].objects.append(segments)
+        self.files[0].objects.append(value)
         self.chunks[name] = [Chunk((), (), item)]
         for number, storage in enumerate(storages(value)):
             self.homes[id(storage)] = tree_pickle.Home(f"{name}#{number}", 0, storage.nbytes)
