@@ -40,8 +40,8 @@ WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer 
 # Words in the names that people give weights, their running average, and things that hold tensors but no weights.
 _MODEL_WORDS = re.compile(
     r"(^|_|\b)(model|module|net|network|state_?dict|weights?|params?|generator|discriminator|encoder|decoder|"
-    r"backbone|teacher|student|actor|critic|policy"
-    r"|blobs|unet|vae|classifier|head|embedder|lora|adapter|pretrained|ema|swa|[a-z]*net|[gd])(_?[a-z0-9])?($|_|\b)",
+    r"backbone|teacher|student|actor|critic|policy|[gd](?![a-z])"
+    r"|blobs|unet|vae|classifier|head|embedder|lora|adapter|pretrained|ema|swa|[a-z]*net)(_?[a-z0-9])?($|_|\b)",
     re.IGNORECASE,
 )
 _AVERAGE_WORDS = re.compile(

@@ -281,6 +281,7 @@ class Run:
                         "run began; the saved value is used"
                     )
         self._options, self.step, self.loss = tree["options"], tree["step"], tree["loss"]
+        self._metrics = saved.metrics
         self._take(tree, where)
         ranks = tree["rng_state"]["ranks"]
         if tree["rng_state"]["seed"] != self._seed:
@@ -496,14 +497,12 @@ class Run:
     def _is_over(self, length: dict[str, int]) -> bool:
         """True after so many steps or epochs, or if `break` has ended a loop of as many, or more."""
         completed = {"steps": self.step, "epochs": self.position.epoch}
-        ended = self._ended or {}
         for kind, count in length.items():
-            if ended.get(kind, -1) >= count:
+            if is_ended := (self._ended or {}).get(kind, -1) >= count:
                 self._say_once(
                     f"`break` ended this run at step {self.step:,}; it trains on only if you ask for more {kind}"
                 )
-                return True
-            if completed[kind] >= count:
+            if is_ended or completed[kind] >= count:
                 return True
         return False
 
@@ -675,8 +674,7 @@ class Run:
     def _measure(self) -> None:
         """Takes the metrics of the marked save; calls those that are functions."""
         marked, self._marked = self._marked or {}, None
-        if self._saver.step != self.step:
-            self._metrics = {}
+        self._metrics = self._metrics if self._saver.step == self.step else {}
         for name, value in marked.items():
             if callable(value) and not isinstance(value, torch.Tensor):
                 with self.evaluating():

@@ -125,14 +125,14 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     ):  # No verb writes such a file again, and none of these leaves out what is wrong with it.
         findings = [replace(item, commands=tuple(c for c in item.commands if not c.writes)) for item in findings]
     compact = None if named(contents.container).appendable else command("convert", FILE, out=OUT)
-    chain = Chain(file, address(checkpoint.base))
+    chain = Chain(file, address(checkpoint.base), contents.container)
     ordered = tuple(in_order(findings, compact, chain))
     at_once, model = "", target.name if target is not None else ""
     unfixed = [reason for reason in findings if not reason.commands and reason.advice != FIXED_ABOVE]
     is_mended = not any(item.blocks or item.stage in (Stage.PLACE, Stage.ENTRIES) for item in unfixed)  # else refused
     if file and len(chain.steps) > 1 and is_mended and not damage:  # what `recover` loses only it finds, and refuses
         fix_all = command("doctor", FILE, fix=True, against=model, out=Slot(f"OUT{parted(chain.steps[-1].out)[1]}"))
-        at_once = str(Chain(file, address(checkpoint.base)).fill(fix_all))
+        at_once = str(Chain(file, address(checkpoint.base), contents.container).fill(fix_all))
     name = f"{file}#{place}" if file and (place := address(checkpoint.base)) else file
     unread = str(command("verify", name or FILE, finite=True))
     engine, parts = engine_of(contents.metadata), kinds_of(contents.roots)

@@ -101,6 +101,8 @@ def test_the_weights_of_several_models_are_not_taken_for_one(safe: bool, models:
                 assert f"weights of {models} models" in ran.err and not Path(out + end).exists()
             else:
                 shutil.rmtree(out) if end == "/" else Path(out + end).unlink(missing_ok=True)
+    if models > 1:  # nor in place
+        assert run("cast", folder, "--dtype", "f64", "--in-place").err.count(f": {folder / names[1]};") == 1
     for number, name in enumerate(names):
         assert run("convert", folder / name, "-o", out + ".pt", "-f").code == 0
         assert torch.load(out + ".pt")["a.weight"].eq(number).all()
@@ -175,6 +177,28 @@ def test_models_in_folders_of_their_own(tmp_path: Path, run: Run) -> None:
     assert ckptool.open(router).part.meaning.endswith("sentence-transformers; document_0_Static is missing")
     shutil.copytree(router / "query_0_Static", router / "document_0_Static")
     assert ckptool.open(router).part is None and len(ckptool.open(router).tree) == 2
+
+
+def test_other_models_beside_the_weights_are_said_and_kept(tmp_path: Path, run: Run) -> None:
+    """Adapters with names (PEFT's `save_pretrained`), an average, as a folder or a file: those of callbacks."""
+    folder = trainer_folder(tmp_path / "run" / "checkpoint-500")
+    for name, file in (("second", "adapter_model"), ("ema", "model")):
+        (folder / name).mkdir()
+        shutil.copy(folder / "model.safetensors", folder / name / f"{file}.safetensors")
+        (folder / name / f"{'adapter_' * (name == 'second')}config.json").write_text("{}")
+    torch.save({"fc.weight": torch.ones(2)}, folder / "ema.pt")
+    (folder / "notes.pt.txt").write_text("none")
+    left = run("convert", folder, "-o", tmp_path / "w.safetensors").out.partition("weights are written: ")[2]
+    assert left.startswith("ema, ema.pt, second, optimizer.pt") and left.rstrip().endswith("and 2 more")
+    assert "not ema, ema.pt, second, optimizer.pt" in run("diff", folder, folder).out
+    assert run("convert", folder, "--all", "-o", tmp_path / "all.pt").code == 0
+    assert {"model.safetensors", "ema", "second", "optimizer.pt", "ema.pt"} <= ckptool.open(tmp_path / "all.pt").keys()
+    rows = sorted(row.path for row in ckptool.scan(tmp_path / "run").files)
+    assert rows == [str(folder / name) for name in ("", "ema", "ema.pt", "second")]
+    trainer_folder(tmp_path / "run")  # what is saved at the end, beside the checkpoints
+    shutil.copytree(folder / "ema", tmp_path / "run" / "best")
+    left = run("convert", tmp_path / "run", "-o", tmp_path / "w2.safetensors").out.partition("weights are written: ")[2]
+    assert left.startswith("best, optimizer.pt") and "checkpoint-500" not in left
 
 
 # Do they belong together? ---------------------------------------------------------------------------------------------
