@@ -92,9 +92,8 @@ def _member_command(whole: Checkpoint, form: str) -> str:
         return ""
     folder = whole.source.path if isinstance(whole.source, Folder) else os.path.dirname(whole.source.path)
     member = os.path.join(folder, name)
-    ids = command("convert", member, optimizer_as="ids", out=OUT)
-    names = command("convert", member, optimizer_as="names", out=OUT)
-    return f"They are beside it: {ids if form == IDS else names}"
+    model = "MODEL" if form != IDS and name.startswith("optimizer.") else ""  # a file that only has numbers
+    return f"It lies beside the weights: {command('convert', member, optimizer_as=form, against=model, out=OUT)}"
 
 
 # Which slot is whose -------------------------------------------------------------------------------------------------

@@ -369,3 +369,12 @@ def test_a_module_of_sentence_transformers_without_its_weights_is_missed(tmp_pat
         assert not found.fine and str(file.relative_to(folder)) in str(found), file
         file.write_bytes(kept)
     assert ckptool.verify(folder).fine
+
+
+@pytest.mark.parametrize("form", ["names", "ids", "flat"])
+def test_an_optimizer_beside_the_weights_is_told_with_what_names_it(form: str, tmp_path: Path, run: Run) -> None:
+    folder, out = ROOT / "accelerate-plain" / "checkpoint", tmp_path / "out.pt"
+    told = run("convert", folder, "--optimizer-as", form, "-o", out).err.rpartition(": ckptool ")[2]
+    assert f"--optimizer-as {form}" in told and ("--against MODEL" in told) == (form != "ids")
+    placeholders = {"OUT": str(out), "MODEL": str(folder.parent / "model.spec.json")}
+    assert run(*(placeholders.get(word, word) for word in shlex.split(told))).code == 0 and out.exists()
