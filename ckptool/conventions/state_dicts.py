@@ -217,8 +217,8 @@ def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[State
     if len(models) == 1:
         averages = listed([printable(root.address) for root in roots if root.kind == AVERAGE])
         return models[0], f"took {printable(models[0].address)}, not its average {averages}"
-    where = str(checkpoint.source or "the checkpoint")
-    what = f"{where} has {counted(len(roots), 'set')} of model weights: {listed(roots, MANY_STATE_DICTS)}"
+    sets = listed([str(root).removesuffix(f" ({WEIGHTS})") for root in roots], MANY_STATE_DICTS)
+    what = f"{checkpoint.source or 'the checkpoint'} has {counted(len(roots), 'set')} of model weights: {sets}"
     alone = f"Give it alone: checkpoint{''.join(f'[{key!r}]' for key in roots[0].path)}"
     fix = alone if checkpoint.source is None else f"Name it: {quoted(input_of(checkpoint.source, roots[0].address))}"
     if checkpoint.source is not None and (parts := next(parts_of_one(checkpoint.tree, roots), None)):

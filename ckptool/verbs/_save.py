@@ -591,7 +591,7 @@ def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
         if fields(checkpoint.tree).get("state_dict"):
             weights = command("convert", input_of(checkpoint.source, "state_dict"), out=OUT_SAFETENSORS)
             fix = f"Write only its weights, then change those: {weights}"
-        what = f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot"
+        what = f"{container.name} cannot hold what {source} has beside its tensors: {listed(sorted(checkpoint.extras))}"
         raise Unsupported(what, "Without its program the file would no longer be that model. Nothing was written.", fix)
     if checkpoint.container != container.name == formats.DEFAULT:
         classes = [node.name for node in visit(checkpoint.tree) if type(node) is Object]

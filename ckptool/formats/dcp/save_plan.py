@@ -113,7 +113,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             name = f"{tree_pickle.NAME}.{number - 1}" if number else tree_pickle.NAME
             flat.add((name,), (name,), as_bytes(storage))
             saving.add_whole(name, flat.values[name])
-        losses = listed([f"{what} ({where or 'the top'})" for what, where in lost.items()], len(lost))
+        losses = listed([what + f" ({where})" * bool(where) for what, where in lost.items()], len(lost))
         lead = f"what torch cannot express here is kept in the tensor {tree_pickle.NAME}"
         notes = (Note(KEPT, f"{lead}: {losses}"),)
     # What is not divided goes to the rank that has least by then.
