@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -156,11 +157,21 @@ def test_models_in_folders_of_their_own(tmp_path: Path, run: Run) -> None:
     for name in ("unet", "unet_ema"):
         (folder / name).mkdir()
         shutil.copy(folder / "model.safetensors", folder / name / "diffusion_pytorch_model.safetensors")
-        (folder / name / "config.json").write_text('{"_class_name": "UNet"}')
+        (folder / name / "config.json").write_text('{"_class_name": "UNet", "_diffusers_version": "0.3"}')
     (folder / "model.safetensors").unlink()
     found = run("convert", str(folder), "-o", str(tmp_path / "w.safetensors"))
     assert found.code == 0 and "took unet, not its average unet_ema" in found.out
     assert run("verify", str(folder)).code == 0
+    (folder / "l.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["fc"]}')
+    rows = load_file(tmp_path / "w.safetensors")["fc.weight"].shape
+    save_file(
+        {"fc.lora_A.weight": torch.ones(1, rows[1]), "fc.lora_B.weight": torch.ones(rows[0], 1)}, tmp_path / "l.sft"
+    )
+    for number, words in enumerate(
+        ("average {0} {0}#unet", f"lora merge {{0}}#unet {tmp_path / 'l.sft'} --config {{0}}/l.json")
+    ):
+        assert run(*words.format(folder).split(), "-o", f"{tmp_path / str(number)}/").code == 0
+        assert sorted(os.listdir(tmp_path / str(number))) == ["config.json", "diffusion_pytorch_model.safetensors"]
     (folder / "unet_ema" / "diffusion_pytorch_model.safetensors").write_bytes(b"")
     assert "unet_ema" in ckptool.open(folder).part.meaning
     (tmp_path / "run" / "mine").mkdir(parents=True)  # an adapter with a name, as a Trainer saves it

@@ -24,7 +24,6 @@ from ckptool.checkpoint.strided import row_major
 from ckptool.checkpoint.tree import address, replaced_at
 from ckptool.commands import FILE, OUT, arg, command
 from ckptool.conventions import optimizer_keys
-from ckptool.conventions.optimizer_keys import RESTORED
 from ckptool.conventions.state_dicts import optimizers
 from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, Unsupported, counted
 from ckptool.facts import dataclass, replace
@@ -120,7 +119,7 @@ class FlatNames:
 def flat_names(checkpoint: Checkpoint) -> FlatNames:
     """The flat names of a tree. Optimizers that torch had flattened are so again: torchtitan loads no others."""
     names, tree = FlatNames(checkpoint.tree), checkpoint.tree
-    if names.lost or not any(note.code == RESTORED for note in checkpoint.notes):
+    if names.lost or not any(note.code == optimizer_keys.RESTORED for note in checkpoint.notes):
         return names
     for path, optimizer in list(optimizers(tree)):
         if all(type(name) is str for name in optimizer["state"]):
@@ -136,12 +135,12 @@ def with_optimizers(tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Note]]:
     unflat, notes = optimizer_keys.nested(tree), []
     if unflat is not tree:
         what = "flattened keys of an optimizer (state.NAME.KEY) are shown as `state` by name and `param_groups`"
-        notes.append(Note(RESTORED, what))
+        notes.append(Note(optimizer_keys.RESTORED, what))
     for path, optimizer in list(optimizers(unflat)):
         numbered = optimizer_keys.with_numbers(optimizer)
         if numbered is not optimizer:
             what = f"{counted(len(numbered['state']), 'key')} of an optimizer's state, which torch wrote as strings"
-            notes.append(Note(RESTORED, f"{what}, are numbers again, as `param_groups` has them"))
+            notes.append(Note(optimizer_keys.RESTORED, f"{what}, are numbers again, as `param_groups` has them"))
             unflat = replaced_at(unflat, path, numbered)
     return unflat, notes
 
