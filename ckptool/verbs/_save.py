@@ -296,8 +296,7 @@ class Change:
         return replace(written, replaced=replaced)
 
     def _has_members(self, original: Checkpoint) -> bool:
-        is_folder = original.part is not None or any(note.code == MEMBERS for note in original.notes)
-        return is_folder and not self.options.get("in_place")
+        return original.part is not None or any(note.code == MEMBERS for note in original.notes)
 
     def written(
         self,
@@ -315,7 +314,7 @@ class Change:
         verified = bool(self.options["verify"]) and not dry_run and how != "nothing"
         codes = (RECOVERED_NOTE, OLD_GRADIENTS, *CHOSEN) if how == "new file" else (RECOVERED_NOTE,)
         left_behind = [note for note in original.notes if note.code in codes]
-        if self._has_members(original) and how != "nothing":
+        if self._has_members(original) and how != "nothing" and not self.options.get("in_place"):
             from ckptool.formats.members import left_beside
 
             left_behind += left_beside(original)
@@ -592,7 +591,7 @@ def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
         if fields(checkpoint.tree).get("state_dict"):
             weights = command("convert", input_of(checkpoint.source, "state_dict"), out=OUT_SAFETENSORS)
             fix = f"Write only its weights, then change those: {weights}"
-        what = f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot"
+        what = f"{container.name} cannot hold what {source} has beside its tensors: {listed(sorted(checkpoint.extras))}"
         raise Unsupported(what, "Without its program the file would no longer be that model. Nothing was written.", fix)
     if checkpoint.container != container.name == formats.DEFAULT:
         classes = [node.name for node in visit(checkpoint.tree) if type(node) is Object]

@@ -83,9 +83,8 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     `UnsafeObject` for unknown calls unless `keep_unknown`, `LimitExceeded` for objects that too many entries share.
     """
     refuse_unknown(checkpoint, keep_unknown)
-    flat = FlatNames(checkpoint.tree)
-    division = checkpoint.origin if isinstance(checkpoint.origin, RankDivision) else RankDivision()
-    saving = _Saving(division)
+    flat = tree_pickle.flat_names(checkpoint)
+    saving = _Saving(checkpoint.origin if isinstance(checkpoint.origin, RankDivision) else RankDivision())
     limit = MAX_OBJECTS
     for name, value in flat.values.items():
         if not isinstance(value, TensorEntry):
@@ -103,13 +102,10 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         lost.setdefault("strides of tensors that are sharded or have gaps", saving.strides_lost)
     if marks.RECOVERED in checkpoint.metadata:
         lost["the mark of a recovered file"] = ""
-    reserved = [
-        name for name in flat.values if name == tree_pickle.NAME or (lost and name.startswith(f"{tree_pickle.NAME}."))
-    ]
-    if reserved:
-        raise Unsupported(
-            f"{reserved[0]} is a name that ckptool reserves in a .dcp folder", "It would be lost.", "Rename it first."
-        )
+    key = tree_pickle.NAME
+    if reserved := [name for name in flat.values if name == key or (lost and name.startswith(f"{key}."))]:
+        what = f"{reserved[0]} is a name that ckptool reserves in a .dcp folder"
+        raise Unsupported(what, "It would be lost.", "Rename it first.")
     notes: tuple[Note, ...] = ()
     if lost:
         content, raw = tree_pickle.pickled(checkpoint, saving.homes)
@@ -117,7 +113,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             name = f"{tree_pickle.NAME}.{number - 1}" if number else tree_pickle.NAME
             flat.add((name,), (name,), as_bytes(storage))
             saving.add_whole(name, flat.values[name])
-        losses = listed([f"{what} ({where or 'the top'})" for what, where in lost.items()], len(lost))
+        losses = listed([what + f" ({where})" * bool(where) for what, where in lost.items()], len(lost))
         lead = f"what torch cannot express here is kept in the tensor {tree_pickle.NAME}"
         notes = (Note(KEPT, f"{lead}: {losses}"),)
     # What is not divided goes to the rank that has least by then.
