@@ -268,6 +268,12 @@ def parameters_of(function: Any) -> Iterator[Parameter]:
                 yield Parameter(name, kind, param.default, option._replace(choices=choices_in(hint)), is_needed)
 
 
+def takes_several(function: Any) -> bool:
+    """True for a verb that is called for each of several files."""
+    words = getattr(getattr(function, "verb", None), "from_words", None)
+    return any(param.option.each for source in (function, words) if source for param in parameters_of(source))
+
+
 def choices_in(hint: Any) -> tuple[str, ...]:
     """The words of a `Literal`, or of one that may be None; none of any other type."""
     return next((get_args(kind) for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal), ())
@@ -295,6 +301,7 @@ _ACCEPTED |= {int: (Integral, "a whole number"), float: (Real, "a number"), Sequ
 _ACCEPTED |= {bool: (Integral, "True or False"), Callable: (Callable, "a function")}  # "no" would be true
 _ACCEPTED |= {dict: (Mapping, "a dictionary"), Mapping: (Mapping, "a dictionary"), type(None): (type(None), "")}
 _ITEMS: dict[Any, tuple[type, str]] = {str: (str, "strings"), float: (Real, "numbers")}
+OF_LISTS = "A list of paths gives a list of reports; jobs=N or an executor works on several at a time."
 
 
 def for_python(function: Any) -> Any:
@@ -307,20 +314,16 @@ def for_python(function: Any) -> Any:
     hints = {param.name: param.annotation for param in sig.parameters.values()}
     kinds = {name: hint.__origin__ if hasattr(hint, "__metadata__") else hint for name, hint in hints.items()}
     taken = _check_of_types(function, kinds)
-    takes_several = bool(typed) and typed[0].option.each
-    of_lists = "A list of paths gives a list of reports; jobs=N or an executor works on several at a time."
+    is_for_each = takes_several(function)
 
     @wraps(function)
     def called(*args: Any, **options: Any) -> Any:
         options = {name: taken(name, value) for name, value in options.items()}
-        if takes_several and args and isinstance(args[0], (list, tuple, Iterator)) and not hasattr(args[0], "read"):
-            paths = [*args[0]]
-            if odd := [type(path).__name__ for path in paths if not isinstance(path, (str, os.PathLike))]:
-                fix = f"One after the other: [ckptool.{function.__name__}(item) for item in …]"
-                raise UsageError(f"{function.__name__} was given a list with {odd[0]} in it", of_lists, fix)
-            many = import_module("ckptool.verbs._many_files")
-            paths = [os.fspath(taken(typed[0].name, path)) for path in paths]
-            return many.of_list(function, paths, args[1:], options)
+        if is_for_each and args and isinstance(args[0], (list, tuple, Iterator)) and not hasattr(args[0], "read"):
+            first, *others = sig.bind_partial(*args).arguments
+            options |= {name: taken(name, value) for name, value in zip(others, args[1:], strict=True)}
+            files = [taken(first, file) for file in args[0]]
+            return import_module("ckptool.verbs._many_files").of_list(function, files, options)
         report = function(*map(taken, sig.parameters, args), *args[len(sig.parameters) :], **options)
         if not getattr(report, "made", ()):
             return report
@@ -339,8 +342,8 @@ def for_python(function: Any) -> Any:
     declared = inspect.signature(function, eval_str=True).parameters.values()
     writes = [param.annotation.__doc__ or "" for param in declared if hasattr(param.annotation, "__required_keys__")]
     lines += writes
-    if takes_several:
-        lines.append(of_lists + f" Into: folder=DIR{', or in_place=True' * ('in_place' in kinds)}." * bool(writes))
+    if is_for_each:
+        lines.append(OF_LISTS + f" Into: folder=DIR{', or in_place=True' * ('in_place' in kinds)}." * bool(writes))
     called.__doc__ = "\n    ".join([(function.__doc__ or "").rstrip() + "\n", *lines, ""])
     return called
 

@@ -237,6 +237,9 @@ def parsed(words: list[str]) -> dict[str, Any]:
     return dict(context.params)
 
 
+_WORDS = {"on_mismatch": "skip", "processes": "2", "optimizer_as": "ids"}  # for what is no constant
+
+
 def built(call: ast.Call) -> None:
     """Raises if a call of `command` builds a command that the parser does not take."""
     verb, *arguments = call.args
@@ -255,9 +258,7 @@ def built(call: ast.Call) -> None:
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
         named = isinstance(keyword.value, ast.Name)  # nothing here says whether it is a bool or a text
         assert named or flags[flag].is_flag is (value is True), flag
-        text = (
-            value if isinstance(value, str) else {"on_mismatch": "skip", "processes": "2"}.get(str(keyword.arg), "x.pt")
-        )
+        text = value if isinstance(value, str) else _WORDS.get(str(keyword.arg), "x.pt")
         words += [flag] if flags[flag].is_flag else [flag, text]
     parsed(words)
     writes = "-o" in flags and verb.value not in ("doctor", "warm-start")  # which look first

@@ -91,8 +91,8 @@ class Diff(Report):
         places = {"the order of keys": self.order_differs, "_metadata": self.metadata_differs}
         for what, names in places.items() if not self.strict else ():
             if names:
-                where = listed([name or WHOLE for name in names], 3)
-                yield f"{what} differs in {where}; this counts only with --strict"
+                where = f" in {listed([name or WHOLE for name in names], 3)}" if any(names) else ""
+                yield f"{what} differs{where}; this counts only with --strict"
         if self.differs_by_prefix():
             yield "names differ by a wrapper's prefix: --ignore prefix compares what they name"
         yield ""

@@ -22,6 +22,7 @@ from ckptool.commands import FILE, VERBS, Command, Slot, Use, as_argument, comma
 from ckptool.errors import listed, printable
 from ckptool.facts import LIVE, Note, Report, Told, bold, cyan, dataclass, dim, field, green, red, replace, yellow
 from ckptool.formats import NOT_WRITTEN, SUFFIXES
+from ckptool.formats.folder import is_in
 
 # File names in commands -----------------------------------------------------------------------------------------------
 
@@ -78,13 +79,11 @@ class Chain:
     def _free_name(self, suffix: str | None) -> str:
         self._suffix = suffix or self._suffix
         path = self.original or "checkpoint"
-        name = os.path.basename(path)
         if is_url(path):  # a name in the working directory; for `runs/` and `.` one beside the folder
             path = os.path.basename(path.rstrip("/"))
-        elif name in ("", ".", ".."):
-            path = os.path.normpath(path)
-            is_above = os.path.basename(path) in (".", "..")
-            path = os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path)))) if is_above else path
+        elif os.path.basename(path) in ("", ".", ".."):
+            above = os.path.basename(path := os.path.normpath(path)) in (".", "..")
+            path = os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path)))) if above else path
         stem, ending = parted(path)[0], self._suffix_of(path)
         ending = "" if ending.endswith(".index.json") else ending  # the output for an index is a folder
         ending = ending if self._suffix is None else self._suffix
@@ -99,7 +98,9 @@ class Chain:
         suffix = parted(path)[1]
         promised = SUFFIXES.get(suffix)
         is_misnamed = promised is not None and promised.tensors_only and self.container not in ("", promised.name)
-        return ".pt" if suffix in NOT_WRITTEN or is_misnamed else suffix
+        is_safe = self.container == "safetensors"  # of which a folder is written with the configuration, too
+        is_model = is_safe and any(is_in(path, name) for name in ("config.json", "adapter_config.json"))
+        return ".pt" if suffix in NOT_WRITTEN or is_misnamed else suffix or "/" * is_model
 
 
 def runnable(notes: Iterable[Note], path: str, container: str) -> tuple[Note, ...]:

@@ -74,12 +74,12 @@ def refused_place(path: str | os.PathLike[str], writing: bool = False) -> FilePr
         why = "Checkpoints need random access and a name for the finished file; a stream has neither."
         fix = f"Name a file: {arg(out=FILE)}" if writing else "Save it first: cat > FILE; then name FILE"
         return FileProblem(what, why, fix)
-    scheme = re.match("([A-Za-z][A-Za-z0-9+.-]+):/{1,2}", name)
-    if scheme is None:
-        return None
     if is_url(name):
         what, why = (f"{name} is not on this machine", "A run is written step by step, which takes a local folder.")
         return FileMissing(what, why, "Write to a local folder, then upload it.").about(errno.ENOENT, name)
+    scheme = re.match("([A-Za-z][A-Za-z0-9+.-]+):/{1,2}", name)
+    if scheme is None:
+        return None
     if not name[scheme.end() :].strip("/"):
         return FileProblem(f"{name} names no file", "Put it after the slashes: hf://org/repo/model.safetensors")
     what, why = f"{name} is not a file on this machine", "A URL has two slashes; pathlib keeps only one."

@@ -22,6 +22,7 @@ FACTORS = NUMBERS.union(
 )
 PARAMETER_LISTS = frozenset({"params", "param_names"})  # of a group
 _STATE, _GROUPS = "state.", "param_groups."
+RESTORED = "optimizer-keys"  # the code of notes on keys that are shown in another form
 _SMALL = 1 << 10  # bytes of an option that is a tensor, as a learning rate may be
 MAX_PLACES = 16  # prefixes of flattened optimizers in one dictionary
 MAX_LEVELS = 16  # of dictionaries in the state of one parameter; Shampoo has three
@@ -104,7 +105,11 @@ def _unflattened(node: dict[Any, Any]) -> dict[Any, Any]:
                 raise Corrupt(f"an optimizer's key {key[:200]} leads through another value", "It was damaged.")
         state[flat.inner[-1]] = value
     for prefix, names in options.items():
-        (result[prefix[:-1]] if prefix else result)["param_groups"] += _groups(names)
+        groups: dict[Any, dict[str, Any]] = {}  # of names with the same options, in the order in which they come
+        for name, values in names.items():
+            key = tuple(sorted((option, text_of(value)) for option, value in values.items()))
+            groups.setdefault(key, {**values, "params": []})["params"].append(name)
+        (result[prefix[:-1]] if prefix else result)["param_groups"] += groups.values()
     return result
 
 
@@ -113,7 +118,7 @@ def flat_again(tree: Any, before: Any) -> Any:
     if tree is before or not isinstance(tree, dict):
         return tree
     children = {key: _flat_as(node, before.get(key)) for key, node in tree.items() if isinstance(node, dict)}
-    return _flat_as(same_kind(tree, {key: children.get(key, node) for key, node in tree.items()}), before)
+    return _flat_as(same_kind(tree, {**tree, **children}), before)
 
 
 def _flat_as(node: dict[Any, Any], before: Any) -> dict[Any, Any]:
@@ -127,23 +132,12 @@ def _flat_as(node: dict[Any, Any], before: Any) -> dict[Any, Any]:
     return same_kind(node, items | (flattened(node) if "" in prefixes else {})) if prefixes else node
 
 
-def _groups(options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The parameter groups: names with the same options, in the order in which they come."""
-    groups: dict[Any, dict[str, Any]] = {}
-    texts: dict[int, str] = {}  # by ids; plain values, and lists of them, have the same if they are equal
-    for name, values in options.items():
-        for value in (value for value in values.values() if id(value) not in texts):
-            parts = value if isinstance(value, (list, tuple)) else (value,)
-            texts[id(value)] = f"<{id(value)}>"
-            if isinstance(value, TensorEntry):
-                texts[id(value)] = repr(
-                    (value.dtype, value.shape, value.bytes() if value.nbytes <= _SMALL else value.view)
-                )
-            elif all(part is None or type(part) in (str, int, float, bool) for part in parts):
-                texts[id(value)] = repr(value)
-        key = tuple(sorted((option, texts[id(value)]) for option, value in values.items()))
-        groups.setdefault(key, {**values, "params": []})["params"].append(name)
-    return list(groups.values())
+def text_of(value: Any) -> str:
+    """A text that is the same for equal tensors, plain values, and lists of these."""
+    if isinstance(value, TensorEntry):
+        return repr((value.dtype, value.shape, value.bytes() if value.nbytes <= _SMALL else value.view))
+    types = {*map(type, value if isinstance(value, (list, tuple)) else (value,))}
+    return repr(value) if types <= {str, int, float, bool, type(None)} else f"<{id(value)}>"
 
 
 def flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,8 +40,8 @@ WEIGHTS, AVERAGE, OPTIMIZER, PLAIN = "model weights", "EMA weights", "optimizer 
 # Words in the names that people give weights, their running average, and things that hold tensors but no weights.
 _MODEL_WORDS = re.compile(
     r"(^|_|\b)(model|module|net|network|state_?dict|weights?|params?|generator|discriminator|encoder|decoder|"
-    r"backbone|teacher|student|actor|critic|policy"
-    r"|blobs|unet|vae|classifier|head|embedder|lora|adapter|pretrained|ema|swa|[a-z]*net|[gd])(_?[a-z0-9])?($|_|\b)",
+    r"backbone|teacher|student|actor|critic|policy|[gd](?![a-z])"
+    r"|blobs|unet|vae|classifier|head|embedder|lora|adapter|pretrained|ema|swa|[a-z]*net)(_?[a-z0-9])?($|_|\b)",
     re.IGNORECASE,
 )
 _AVERAGE_WORDS = re.compile(
@@ -217,8 +217,8 @@ def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[State
     if len(models) == 1:
         averages = listed([printable(root.address) for root in roots if root.kind == AVERAGE])
         return models[0], f"took {printable(models[0].address)}, not its average {averages}"
-    where = str(checkpoint.source or "the checkpoint")
-    what = f"{where} has {counted(len(roots), 'set')} of model weights: {listed(roots, MANY_STATE_DICTS)}"
+    sets = listed([str(root).removesuffix(f" ({WEIGHTS})") for root in roots], MANY_STATE_DICTS)
+    what = f"{checkpoint.source or 'the checkpoint'} has {counted(len(roots), 'set')} of model weights: {sets}"
     alone = f"Give it alone: checkpoint{''.join(f'[{key!r}]' for key in roots[0].path)}"
     fix = alone if checkpoint.source is None else f"Name it: {quoted(input_of(checkpoint.source, roots[0].address))}"
     if checkpoint.source is not None and (parts := next(parts_of_one(checkpoint.tree, roots), None)):

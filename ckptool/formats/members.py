@@ -18,7 +18,8 @@ sentence-transformers (`modules.json`), ByteCheckpoint's README.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -266,12 +267,16 @@ def with_all(checkpoint: Checkpoint) -> Checkpoint:
 def beside(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The members of the folder that are not in the tree, because only its weights were read; none for a file."""
     source, part = checkpoint.source, checkpoint.part
-    is_folder = part is not None and part.kind is PartKind.MEMBERS
-    is_folder = is_folder or any(note.code == MEMBERS for note in checkpoint.notes)
+    is_folder = any(note.code == MEMBERS for note in checkpoint.notes) or (part and part.kind is PartKind.MEMBERS)
     if source is None or not is_folder or checkpoint.container == NAME:
         return ()
-    layout = members_of(checkpoint, source if isinstance(source, Folder) else _folder_of(source))
-    return tuple(name for name in layout.names if name not in checkpoint.tree) if layout is not None else ()
+    folder = source if isinstance(source, Folder) else _folder_of(source)
+    if (layout := members_of(checkpoint, folder)) is None:
+        return ()
+    weights, unclaimed = re.compile(named("sharded").holds), sorted({*without_copies(folder.names)} - claimed(folder))
+    # Adapters with names, and averages, as callbacks save them.
+    others = [n for n in unclaimed if _is_model(folder, n) or (n.endswith(_TENSORS) and not weights.search(n))]
+    return tuple(name for name in (*others, *layout.names) if name not in checkpoint.tree)
 
 
 def refuse_other_models(checkpoint: Checkpoint) -> None:
@@ -280,15 +285,14 @@ def refuse_other_models(checkpoint: Checkpoint) -> None:
     if names and checkpoint.source is not None:
         folder = _folder_of(checkpoint.source).path
         what = f"{folder} holds the weights of {counted(len(names) + 1, 'model')}, also {listed(names, 3)}"
-        one = command("convert", os.path.join(folder, names[0]), out=OUT)
-        every = command("convert", folder, all=True, out=OUT)
-        raise Conflict(what, "Nothing was written.", f"Name the file of one: {one}; or keep everything: {every}")
+        one, every = os.path.join(folder, names[0]), command("convert", folder, all=True, out=OUT)
+        raise Conflict(what, "Nothing was written.", f"Name the file of one: {one}; to keep everything: {every}")
 
 
-def left_beside(checkpoint: Checkpoint, place: str = "") -> list[Note]:
-    """The note on the members that are left out where only weights are written. place: the folder, to prefix names."""
-    names = [os.path.join(place, name) for name in beside(checkpoint)]
-    return [Note(MEMBERS, f"left out, as only weights are written: {listed(names, 6)}")] if names else []
+def left_beside(checkpoint: Checkpoint, place: str = "", written: Container[str] = ()) -> list[Note]:
+    """The note on what is left out where weights are written. place: put before names, of which some are written."""
+    names = [name for name in (os.path.join(place, name) for name in beside(checkpoint)) if name not in written]
+    return [Note(MEMBERS, f"left out, as only the folder's weights are written: {listed(names, 6)}")] if names else []
 
 
 def _folder_of(source: Input) -> Folder:
@@ -362,6 +366,12 @@ def _is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".bin"))
 
 
+def _is_model(folder: Folder, name: str) -> bool:
+    """True for the folder of a model in another one, if it is no checkpoint of a run."""
+    files = {*_names_in(folder, name)} if _is_folder(folder, name) else set[str]()
+    return bool(files & {CONFIG, ADAPTER}) and STATE not in files and any(map(_is_weights, files))
+
+
 def _training_members(folder: Folder, *, beside: bool = False) -> MemberFiles | None:
     """Files that transformers' Trainer and accelerate save beside weights; the modules of sentence-transformers.
 
@@ -383,15 +393,12 @@ def _training_members(folder: Folder, *, beside: bool = False) -> MemberFiles | 
     is_trainers = any(name.startswith(("trainer_state", "training_args", "rng_state")) for name in names)
     models: list[str] = []  # in folders of their own: by hooks of a script, as those of diffusers; adapters with names
     if (accelerates or is_trainers) and not beside and not any(name.startswith(_WITH_WEIGHTS) for name in sets + names):
-        folders = {name: {*_names_in(folder, name)} for name in folder.names}
-        folders = {name: files for name, files in folders.items() if files & {CONFIG, ADAPTER} and STATE not in files}
-        models = [name for name, files in folders.items() if any(map(_is_weights, files))]
+        models = [name for name in folder.names if _is_model(folder, name)]
     # What the others belong to, first.
     members = [*models, *sorted([*sets, *names, *weights], key=lambda name: not name.startswith(_WITH_WEIGHTS))]
     for match in filter(None, map(_NUMBERED.fullmatch, names)):  # by accelerate, from the first on
-        first = f"{match['stem']}{match['suffix']}" if match["suffix"] == ".bin" else ""
-        others = [first or f"{match['stem']}_0{match['suffix']}"]
-        others += [f"{match['stem']}_{n}{match['suffix']}" for n in range(1, min(int(match["number"]), MAX_MEMBERS))]
+        stem, suffix, count = match["stem"], match["suffix"], min(int(match["number"]), MAX_MEMBERS)
+        others = [f"{stem}{f'_{n}' if n or suffix != '.bin' else ''}{suffix}" for n in range(count)]
         missing += [name for name in others if name not in folder and name not in missing]
     # A Trainer saves all of these or, with save_only_model, none. DeepSpeed has the scheduler with its own optimizer.
     by_trainer = not {STATE, "training_args.bin"}.isdisjoint(names)
@@ -485,7 +492,7 @@ def step_of(folder: str) -> dict[str, Any]:
 # What they would run --------------------------------------------------------------------------------------------------
 
 MAX_FILES = 10_000  # that are judged; each is opened
-_OF_DCP = (".distcp", ".metadata")
+_OF_DCP, _TENSORS = (".distcp", ".metadata"), (".pt", ".pth", ".bin", ".safetensors")
 
 
 def all_uses(checkpoint: Checkpoint) -> Iterator[tuple[NameUse, str]]:

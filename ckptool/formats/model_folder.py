@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptool.checkpoint import Checkpoint, Data, FileRange, InlineBytes, Note, TensorEntry
 from ckptool.checkpoint.dtypes import DTYPES
-from ckptool.checkpoint.files import Folder, Source
+from ckptool.checkpoint.files import Folder, Source, open_input
 from ckptool.checkpoint.nodes import fields
 from ckptool.checkpoint.paths import absolute, is_url
 from ckptool.commands import DIR, arg
@@ -92,6 +92,7 @@ def model_folder(model: Checkpoint, tree: Any, like: str | None = None, *, dequa
     else:
         if like is None:
             return ModelFolder()
+        open_input(like)  # it may not exist
         what = f"{like} has no {CONFIG} or {ADAPTER} of a library that ckptool knows"
         raise UsageError(what, "It should be a folder that the model's library loads.", f"For example: {arg(like=DIR)}")
     if not library:

@@ -56,7 +56,7 @@ def check_target(target: str | os.PathLike[str], *, overwrite: bool, sweep: bool
         raise file_problem(error, path, "write") from error
     if stat.S_ISDIR(mode) or not os.path.basename(path):
         what = f"cannot write {path}: it {'is a folder' if mode else 'names a folder, which does not exist'}"
-        how = Text("Name a file in it; or use -d for the folder.", python="Name a file in it.")
+        how = Text("Name a file in it; or, if the command has it, use -d.", python="Name a file in it.")
         raise FileProblem(what, "The output is a file.", how)
     if mode and not stat.S_ISREG(mode):
         raise FileProblem(f"cannot write {path}: it is not a regular file", "Writing a checkpoint takes random access.")

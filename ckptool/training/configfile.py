@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from ckptool.checkpoint.files import read_small_text
+from ckptool.checkpoint.jobs import signals_held
 from ckptool.commands import arg, command
 from ckptool.errors import OutputExists, TextLines, UsageError, counted, printable
 from ckptool.formats import PathLike
@@ -334,9 +335,10 @@ def begun(folder: str) -> str:
     model, run = os.path.join(folder, "model.py"), os.path.join(folder, "run.yaml")
     if existing := [path for path in (model, run) if os.path.lexists(path)]:
         raise OutputExists(f"{existing[0]} already exists", "Nothing was written.", "Name another folder.")
-    make_folder(folder)
-    write_text(model, Path(__file__).with_name("model.py.txt").read_text(encoding="utf-8"))
-    write_text(run, example(**_OWN))
+    with signals_held():  # a second try is refused where one of them was left
+        make_folder(folder)
+        write_text(model, Path(__file__).with_name("model.py.txt").read_text(encoding="utf-8"))
+        write_text(run, example(**_OWN))
     return f"wrote {printable(model)} and {printable(run)}\ntrain it: {command('train', run)}\n"
 
 

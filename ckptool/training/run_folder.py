@@ -6,6 +6,7 @@ Nothing here needs torch but `environment`.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import os
@@ -25,7 +26,7 @@ import yaml
 
 from ckptool import __version__
 from ckptool.checkpoint.files import open_regular, read_small_text
-from ckptool.checkpoint.paths import is_url, refused_place
+from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, UsageError
 from ckptool.formats import PathLike
@@ -308,18 +309,17 @@ def folder_of(run: PathLike) -> str:
     """The name of a run's folder. Raises `UsageError` for one that is no run."""
     name = os.fspath(run)
     if not seems_run(name):
-        fix = f"Look: {command('scan', name)}" if os.path.exists(name) else ""
-        raise _no_run(name, "it lacks run.yaml or checkpoints", fix)
+        raise _no_run(name, "it lacks run.yaml or checkpoints", f"Look: {command('scan', name)}")
     return name
 
 
 def _no_run(folder: str, why: str, fix: str) -> CkptoolError:
-    """The error for a folder that is no run. At a URL nobody looked: a run is in a local folder."""
-    problem = refused_place(folder, writing=True) if is_url(folder) else None
-    why = why if os.path.exists(folder) else "there is no such folder"
+    """The error for a folder that is no run."""
+    if not os.path.exists(folder):
+        return file_problem(FileNotFoundError(errno.ENOENT, ""), folder, "find")  # at a URL nobody looked
     parents = [os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))]
     fix = next((f"It is a part of a run: name {parent}" for parent in parents if parent and seems_run(parent)), fix)
-    return problem or UsageError(f"{folder} is not a run: {why}", "", fix)
+    return UsageError(f"{folder} is not a run: {why}", "", fix)
 
 
 def _count(section: dict[str, Any], key: str) -> int:

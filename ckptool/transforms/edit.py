@@ -13,7 +13,7 @@ from ckptool.checkpoint.paths import matcher
 from ckptool.checkpoint.tree import Path, address, children, find, map_storages, rebuild, tensors, walk, with_part
 from ckptool.commands import FILE, arg, command, nearest
 from ckptool.conventions.state_dicts import find_state_dicts
-from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted
+from ckptool.errors import CkptoolError, Conflict, NoMatch, UsageError, counted, form
 from ckptool.transforms.flatten import lost_tensors, mappings
 
 
@@ -119,7 +119,7 @@ def with_value(tree: Any, place: str, value: Any) -> Any:
     if count := len(lost_tensors(old, None)):
         what = f"{place} holds {counted(count, 'tensor')}, but would become a plain value"
         fix = f"Leave it out: {arg(drop=place)}; in Python a tensor can be set to another of its shape and type."
-        raise UsageError(what, "They would be lost. Nothing was written.", fix)
+        raise UsageError(what, f"{form(count, 'It', 'They')} would be lost. Nothing was written.", fix)
     if isinstance(parent, dict) and key not in dict(children(parent)):
         return rebuild(tree, replaced={id(parent): same_kind(parent, {**parent, key: value})})
     return rebuild(tree, replaced={id(parent): with_part(parent, key, value)})

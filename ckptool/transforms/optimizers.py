@@ -21,7 +21,7 @@ from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import fields, items
 from ckptool.checkpoint.tree import address, holders, replaced_at, tensors
 from ckptool.commands import FILE, OUT, arg, command
-from ckptool.conventions.optimizer_keys import FACTORS, flattened, nested, with_numbers
+from ckptool.conventions.optimizer_keys import FACTORS, RESTORED, flattened, nested, with_numbers
 from ckptool.conventions.state_dicts import WEIGHTS, find_state_dicts, optimizers, without_wrappers
 from ckptool.errors import CkptoolError, Conflict, NoMatch, Unsupported, UsageError, counted, listed, printable
 from ckptool.formats import members
@@ -78,10 +78,10 @@ def with_optimizers(
             if form == FLAT:
                 changed, line = flattened(changed), f"{line}, flattened"
         if changed is not optimizer:
-            tree = replaced_at(tree, path, changed) if path else changed
+            tree = replaced_at(tree, path, changed)
         as_it_was = "" if changed is not optimizer else ", as it was"
         lines.append(f"{printable(place) or 'the optimizer'}: {line}{as_it_was}")
-    return replace(part, tree=tree), lines
+    return replace(part, tree=tree, notes=tuple(note for note in part.notes if note.code != RESTORED)), lines
 
 
 def _member_command(whole: Checkpoint, form: str) -> str:
@@ -92,9 +92,8 @@ def _member_command(whole: Checkpoint, form: str) -> str:
         return ""
     folder = whole.source.path if isinstance(whole.source, Folder) else os.path.dirname(whole.source.path)
     member = os.path.join(folder, name)
-    ids = command("convert", member, optimizer_as="ids", out=OUT)
-    names = command("convert", member, optimizer_as="names", out=OUT)
-    return f"They are beside it: {ids if form == IDS else names}"
+    model = "MODEL" if form != IDS and name.startswith("optimizer.") else ""  # a file that only has numbers
+    return f"It lies beside the weights: {command('convert', member, optimizer_as=form, against=model, out=OUT)}"
 
 
 # Which slot is whose -------------------------------------------------------------------------------------------------
@@ -194,11 +193,9 @@ class Slots:
             # DeepSpeed lists the names of buffers, which no optimizer has, beside the weights.
             holder = holders(whole.tree, root.path)[-1] if root.path and root.module is None else None
             buffer_names = {name for name in items(fields(holder).get("buffer_names")) if type(name) is str}
-            first_names: dict[Any, str] = {}  # of each tensor
-            for key, value in root.node.items():
-                if type(key) is str and isinstance(value, (TensorEntry, Composite)):
-                    first_names.setdefault(value.view, key)
-            entries = {key: root.node[key] for key in first_names.values() if key not in buffer_names}
+            texts = {k: v for k, v in root.node.items() if type(k) is str and isinstance(v, (TensorEntry, Composite))}
+            first_names = {texts[key].view: key for key in reversed(texts)}  # of each tensor
+            entries = {k: v for k, v in texts.items() if first_names[v.view] == k and k not in buffer_names}
             shapes = {k: v.shape or () for k, v in entries.items() if kind_by_name(k, v.dtype) == PARAMETER}
             if len(shapes) > len(self.slots):
                 shapes = {name: shape for name, shape in shapes.items() if name not in buffers}

@@ -111,8 +111,7 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     if target is not None and way is not None:
         findings += of_target(candidates[0], target, way)
     if contents.part is not None:
-        part, unfiltered = contents.part, findings
-        findings = []
+        part, unfiltered, findings = contents.part, findings, []
         for reason in unfiltered:  # no verb that writes takes a part: only commands on the whole help
             if reason.code == PART and part.kind is PartKind.MEMBERS and not part.is_complete:
                 advice = "Copy what is missing or does not belong again; or take what is there: "
@@ -126,15 +125,14 @@ def of_opened(opened: Opened, target: Target | None = None, known: Listing | Non
     ):  # No verb writes such a file again, and none of these leaves out what is wrong with it.
         findings = [replace(item, commands=tuple(c for c in item.commands if not c.writes)) for item in findings]
     compact = None if named(contents.container).appendable else command("convert", FILE, out=OUT)
-    chain = Chain(file, address(checkpoint.base))
+    chain = Chain(file, address(checkpoint.base), contents.container)
     ordered = tuple(in_order(findings, compact, chain))
     at_once, model = "", target.name if target is not None else ""
     unfixed = [reason for reason in findings if not reason.commands and reason.advice != FIXED_ABOVE]
     is_mended = not any(item.blocks or item.stage in (Stage.PLACE, Stage.ENTRIES) for item in unfixed)  # else refused
     if file and len(chain.steps) > 1 and is_mended and not damage:  # what `recover` loses only it finds, and refuses
-        suffix = parted(chain.steps[-1].out)[1]
-        fix_all = command("doctor", FILE, fix=True, against=model, out=Slot(f"OUT{suffix}"))
-        at_once = str(Chain(file, address(checkpoint.base)).fill(fix_all))
+        fix_all = command("doctor", FILE, fix=True, against=model, out=Slot(f"OUT{parted(chain.steps[-1].out)[1]}"))
+        at_once = str(Chain(file, address(checkpoint.base), contents.container).fill(fix_all))
     name = f"{file}#{place}" if file and (place := address(checkpoint.base)) else file
     unread = str(command("verify", name or FILE, finite=True))
     engine, parts = engine_of(contents.metadata), kinds_of(contents.roots)
@@ -168,9 +166,11 @@ def _of_container(contents: Listing, file: str, values: RefusedValues, sole: Sta
     if code is None:
         return
     reason = finding(code)
-    if container.is_program and (models := sum(root.is_model for root in contents.roots)) != 1:
-        advice = "Name one of its sets of weights: FILE#ADDRESS." if models else "It has no weights, only its program."
-        reason = replace(reason, commands=(), advice=advice)
+    models = [part.bytes for part in contents.parts if part.root.is_model]
+    if container.is_program and (len(models) != 1 or contents.tensor_bytes > 2 * models[0]):  # which `convert` refuses
+        most = "Most of it is in its program, not in a state dict: only torch itself loads that."
+        several = "Name one of its sets of weights: FILE#ADDRESS."
+        reason = replace(reason, commands=(), advice=several if len(models) > 1 else most)
     elif code == "numpy-archive" and not contents.tensors:
         reason = replace(reason, commands=())
     elif code == FOLDER and sole is not None:

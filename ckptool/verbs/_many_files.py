@@ -16,7 +16,7 @@ from ckptool.checkpoint.files import size_at
 from ckptool.checkpoint.jobs import Jobs
 from ckptool.checkpoint.paths import absolute
 from ckptool.checkpoint.workers import in_turn
-from ckptool.commands import DIR, arg
+from ckptool.commands import DIR, OF_LISTS, arg
 from ckptool.errors import CkptoolError, Conflict, Text, UsageError, form
 from ckptool.formats import split
 from ckptool.output import check_target, new_folder
@@ -44,11 +44,15 @@ def _size_of(item: str | Pair) -> int:
     return size_at(item if isinstance(item, str) else item[0])[0] or 1
 
 
-def of_list(function: Any, files: Sequence[Any], arguments: Sequence[Any], options: dict[str, Any]) -> list[Any]:
+def of_list(function: Any, items: Sequence[Any], options: dict[str, Any]) -> list[Any]:
     """What a verb returns for a list of files, in Python: the report of each, or its error.
     options: those of the verb, and `jobs`; of one that writes also `folder` and `skip_refused`."""
-    if arguments or options.get("out") is not None:
-        what = f"{function.__name__} was given several files and one output"
+    if odd := [type(path).__name__ for path in items if not isinstance(path, (str, os.PathLike))]:
+        fix = f"One after the other: [ckptool.{function.__name__}(item) for item in …]"
+        raise UsageError(f"{function.__name__} was given a list with {odd[0]} in it", OF_LISTS, fix)
+    files = [os.fspath(path) for path in items]
+    if options.pop("out", None) is not None:
+        what = f"{function.__name__} was given a list of files and one output"
         raise UsageError(what, "An output is a single file.", f"Into a folder: {arg(folder=DIR)}")
     verb_options = {name: value for name, value in options.items() if name not in ("folder", "skip_refused", "jobs")}
     work: Work[Any] = partial(function, **verb_options)

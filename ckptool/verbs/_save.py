@@ -296,8 +296,7 @@ class Change:
         return replace(written, replaced=replaced)
 
     def _has_members(self, original: Checkpoint) -> bool:
-        is_folder = original.part is not None or any(note.code == MEMBERS for note in original.notes)
-        return is_folder and not self.options.get("in_place")
+        return original.part is not None or any(note.code == MEMBERS for note in original.notes)
 
     def written(
         self,
@@ -315,7 +314,7 @@ class Change:
         verified = bool(self.options["verify"]) and not dry_run and how != "nothing"
         codes = (RECOVERED_NOTE, OLD_GRADIENTS, *CHOSEN) if how == "new file" else (RECOVERED_NOTE,)
         left_behind = [note for note in original.notes if note.code in codes]
-        if self._has_members(original) and how != "nothing":
+        if self._has_members(original) and how != "nothing" and not self.options.get("in_place"):
             from ckptool.formats.members import left_beside
 
             left_behind += left_beside(original)
@@ -475,7 +474,7 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
     if unknown := [name for name in options if name not in accepted]:
         function = commands.function_of(verb)
         typed = {flag.strip("-"): each.name for each in commands.parameters_of(function) for flag in each.option.flags}
-        typed["folder"] = "a list of paths"
+        typed |= {"folder": "a list of paths"} if commands.takes_several(function) else {}
         meant = typed.get(unknown[0]) or commands.nearest(unknown[0], commands.signature_of(function).parameters)
         hint = f"did you mean {meant}?" if meant else f"for its output it takes {', '.join(accepted)}"
         raise TypeError(f"{VERBS[verb].function}() got an unexpected keyword argument {unknown[0]!r}; {hint}")
@@ -592,7 +591,7 @@ def refuse_extras(checkpoint: Checkpoint, container: Format) -> None:
         if fields(checkpoint.tree).get("state_dict"):
             weights = command("convert", input_of(checkpoint.source, "state_dict"), out=OUT_SAFETENSORS)
             fix = f"Write only its weights, then change those: {weights}"
-        what = f"{source} holds {listed(sorted(checkpoint.extras))} beside its tensors; {container.name} cannot"
+        what = f"{container.name} cannot hold what {source} has beside its tensors: {listed(sorted(checkpoint.extras))}"
         raise Unsupported(what, "Without its program the file would no longer be that model. Nothing was written.", fix)
     if checkpoint.container != container.name == formats.DEFAULT:
         classes = [node.name for node in visit(checkpoint.tree) if type(node) is Object]

@@ -13,6 +13,7 @@ from ckptool.checkpoint.tree import address
 from ckptool.commands import argument, option, verb
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import UsageError, counted, listed, printable
+from ckptool.facts import replace
 from ckptool.formats import CheckpointLike, open_whole
 from ckptool.formats.folder import refuse_placeholders
 from ckptool.formats.in_memory import together
@@ -87,14 +88,13 @@ def average(
     last = inputs[-1].checkpoint
     pairs = [(file.checkpoint, root) for file, (root, _) in zip(inputs, roots, strict=True)]
     changed = weights_alone(last, tree, ((checkpoint.metadata, root.path) for checkpoint, root in pairs))
-    sources = [checkpoint.source for checkpoint, _ in pairs if checkpoint.source is not None]
-    original = together(last, (file.checkpoint for file in inputs))
     leftovers = []
     for file, (checkpoint, root), keys in zip(inputs, pairs, training, strict=True):
         addresses = [address((*root.base, *root.path, key)) for key in root.node if key in keys]
         addresses += [place for place in around(checkpoint, root) if (file.path, place) not in taken]
         leftovers.append(left_behind(checkpoint, addresses, tree, chosen=file.at is not None))
-    saved = change.write(original, changed, inputs=sources)
+    original = together(replace(last, base=(*root.base, *root.path)), (file.checkpoint for file in inputs))
+    saved = change.write(original, changed, inputs=[each.source for each, _ in pairs if each.source is not None])
     # Of all inputs, each name once.
     weighing, plain, addresses = (
         list(dict.fromkeys(chain.from_iterable(lists)))

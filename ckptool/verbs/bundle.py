@@ -144,7 +144,7 @@ class _Members:
         memory = checkpoint_in_memory(live, members=True)
         self.memories += [memory] if live else []
         for name, file in files.items():
-            part = replace(memory, tree=memory.tree[name]) if name in live else self._member_part(file)
+            part = replace(memory, tree=memory.tree[name]) if name in live else self._member_part(file, files)
             self.member(name, part, shown(file))
         self.checkpoint = replace(self.checkpoint, tree={**self.checkpoint.tree, **values})
 
@@ -159,7 +159,7 @@ class _Members:
         tree, discarded = {**self.checkpoint.tree, name: part.tree}, (*self.checkpoint.discarded, *part.discarded)
         self.checkpoint = replace(self.checkpoint, tree=tree, metadata=metadata, discarded=discarded)
 
-    def _member_part(self, file: CheckpointLike) -> Checkpoint:
+    def _member_part(self, file: CheckpointLike, files: Mapping[str, CheckpointLike]) -> Checkpoint:
         """The part of a file that is a member. Parts of one file keep their ties; what is taken twice becomes two."""
         path, at = split(file) if isinstance(file, (str, os.PathLike)) else (file, "")
         readings = self.readings.setdefault(os.path.realpath(absolute(path)) if type(path) is str else id(file), [])
@@ -175,7 +175,7 @@ class _Members:
             self.inputs += [checkpoint.source] if checkpoint.source is not None else []
         taken.append(place)
         if not place:
-            self.notes += left_beside(checkpoint, shown(file))
+            self.notes += left_beside(checkpoint, shown(file), [*map(shown, files.values())])
             return checkpoint
         metadata = marks.recovered(checkpoint.metadata, place)
         return replace(checkpoint, tree=node, discarded=(), extras={}, metadata=metadata)

@@ -10,6 +10,7 @@ from ckptool.analysis.quantization import refuse_quantized
 from ckptool.commands import FILE, OUT, arg, argument, command, option, verb
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import NoMatch, Unsupported, UsageError, counted, printable
+from ckptool.facts import replace
 from ckptool.formats import CheckpointLike, open_whole
 from ckptool.formats.in_memory import together
 from ckptool.formats.marks import WEIGHTS_BESIDE
@@ -52,8 +53,8 @@ def lora_merge(
     if not math.isfinite(scale):
         raise UsageError(f"a scale of {scale} is not a finite number", "", f"For example: {arg(scale=0.8)}")
     opened = open_whole(base, at, part=part)
-    checkpoint = opened.checkpoint
-    root, remark = one_state_dict(checkpoint, opened.at)
+    root, remark = one_state_dict(checkpoint := opened.checkpoint, opened.at)
+    taken = replace(checkpoint, base=(*root.base, *root.path))  # beside which its configuration is
     refuse_quantized(checkpoint, [root.node], "Merged")
     adapter_checkpoint, parsed = open_adapter(adapter, config)
     if not changed_base and (notes := [note for note in parsed.notes if note.code == "changed-base"]):
@@ -62,9 +63,8 @@ def lora_merge(
         fix = f"If this is the changed base: {retry}"
         raise Unsupported(f"{parsed.name}: {notes[0].message}", f"{why} Nothing was written.", fix)
     # By the names that the tensors have in memory, else by the file's own.
-    memory = in_memory(root.node, configuration(checkpoint), opened.name)
+    memory = in_memory(root.node, configuration(taken), opened.name)
     is_ordered = not memory.groups and not checkpoint.tensors_only
-
     merge_into = partial(
         AdapterMerge, adapter=parsed, base_name=opened.name, multiplier=scale, is_ordered=is_ordered, ties=memory.ties
     )
@@ -83,7 +83,7 @@ def lora_merge(
     leftovers = left_behind(checkpoint, around(checkpoint, root), tree, chosen=opened.at is not None)
     inputs = [adapter_checkpoint.source] if adapter_checkpoint.source else []
     trained_on = printable(str(parsed.config.get("base_model_name_or_path") or ""))
-    return change.write(together(checkpoint, [adapter_checkpoint]), changed, inputs=inputs).about(
+    return change.write(together(taken, [adapter_checkpoint]), changed, inputs=inputs).about(
         f"{counted(merged.count, 'key')} of {parsed.name} merged into {counted(len(merged.computed), 'tensor')}",
         *([remark] if remark else []),
         *merged.places.moved(),

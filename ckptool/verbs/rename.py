@@ -22,7 +22,7 @@ _FILE_OR_RULE = (
 
 
 def _words(
-    words: Annotated[Sequence[str], argument("FILE|RULE", _FILE_OR_RULE, several=True)], rules_file: str | None = None
+    words: Annotated[Sequence[str], argument("FILE|RULE", _FILE_OR_RULE, each=True)], rules_file: str | None = None
 ) -> dict[str, Any]:
     files, rules = files_and_rules("rename", words, rules_file is not None)
     return {"file": files, "rules": rules}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 from ckptool.analysis import words
@@ -95,7 +94,7 @@ class Shown(Report):
         yield f"… stands for values that were not read; {arg(all=True)} reads them" if self.truncated else None
 
 
-def _value_lines(value: Any, limit: int | None, sibling_limit: int | None = None) -> Iterator[str]:
+def _value_lines(value: Any, limit: int | None, sibling_limit: int | None = None) -> Told:
     """A plain value, with everything below it; with a limit, that many lines, and of a text of many lines its size.
     sibling_limit: how many siblings with tensors are shown, such as an optimizer's states; for more than a screen."""
     value = plain(value)
@@ -119,6 +118,7 @@ def _value_lines(value: Any, limit: int | None, sibling_limit: int | None = None
             return
         lengths[len(path)] = len(node) if isinstance(node, (dict, list, tuple)) else 0
         if not path:
+            yield value_text(node, WIDE) if isinstance(node, Object) else None
             continue
         if sibling_limit and any(isinstance(child, TensorEntry) for _, child in children(node)):
             flat = path[:-1]
@@ -179,8 +179,7 @@ def show(
                 why = f"It has {counted(len(parts), 'part')} for {counted(dimensions, 'dimension')}."
             what = f"the slice '{slice}' does not fit the shape {list(node.shape)}"
             raise UsageError(what, why, "Write one part for each dimension, as in '0:4,:'.")
-        for axis, span in enumerate(spans):
-            length = node.shape[axis]
+        for axis, (span, length) in enumerate(zip(spans, node.shape, strict=False)):
             first, end = int(span[1] or 0), min(int(span[2] or length), length)
             view = view.narrow(axis, first, end - first) if first < end else view.narrow(axis, 0, 0)
     with unchanged(opened.checkpoint.source):

@@ -35,7 +35,7 @@ Rest = Literal["refuse", "keep", "drop"]
 
 
 def _words(
-    words: Annotated[Sequence[str], argument("FILE|RULE", _FILE_OR_RULE, several=True)] = (),
+    words: Annotated[Sequence[str], argument("FILE|RULE", _FILE_OR_RULE, each=True)] = (),
     rules_file: str | None = None,
     show_list: Annotated[bool, option("--list", "List the shipped layouts; with --rules, what one needs.")] = False,
     find: Annotated[bool, option("--find", "Find the rules that turn file A into file B; -o writes them.")] = False,

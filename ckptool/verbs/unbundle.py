@@ -85,20 +85,17 @@ def unbundle(
             for name, part in parts.items():
                 check_written(part, os.path.join(path, name))
 
-        sources = [checkpoint.source] if checkpoint.source is not None else []
         path = os.fspath(folder)
         replaced, replaceable = os.path.exists(path), set[str]()  # what an earlier `unbundle` wrote
         with suppress(CkptoolError):
             earlier = bundle_json.read(Folder(path)) if os.path.isdir(path) else None
             if earlier is not None:
                 replaceable = {bundle_json.NAME, *(part.file for part in earlier.parts if part.file)}
-        notes = change.put(plan, path, sources, verify, replaceable)
-        size = plan.nbytes
+        inputs, size = [checkpoint.source] if checkpoint.source is not None else [], plan.nbytes
+        notes = change.put(plan, path, inputs, verify, replaceable)
         written = change.written(opened.checkpoint, path, container.name, "new folder", size, size, notes)
         written = replace(written, replaced=replaced)
     values = len(tree) - len(files)
-    return written.about(
-        f"{counted(len(files), 'file')} and {bundle_json.NAME}"
-        + (f", with {counted(values, 'plain value')}" if values else ""),
-        Row("members", rows, bundles.lines_of(rows)),
-    )
+    what = f"{counted(len(files), 'file')} and {bundle_json.NAME}"
+    what += f", with {counted(values, 'plain value')}" if values else ""
+    return written.about(what, Row("members", rows, bundles.lines_of(rows)))

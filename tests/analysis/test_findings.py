@@ -14,6 +14,7 @@ import pytest
 import rich.console
 import rich.traceback
 import torch
+from safetensors.torch import save_file
 
 import ckptool
 from ckptool.analysis.findings import of_error_text, recognised
@@ -112,3 +113,13 @@ def test_a_program_that_says_much_before_it_fails_is_read_to_its_end() -> None:
     line = f'{python} -c "{program}" 2>&1 | {python} -m ckptool explain -; echo ${{PIPESTATUS[0]}}'
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
     assert "There is no file of that name" in done.stdout and done.stdout.splitlines()[-1] == "1", done
+
+
+def test_of_a_models_folder_the_commands_write_a_folder(tmp_path: Path) -> None:
+    (folder := tmp_path / "model").mkdir()
+    save_file({"_orig_mod.fc.weight": torch.ones(2, 2)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (line,) = (line.strip() for line in str(ckptool.inspect(folder)).splitlines() if "ckptool strip-module" in line)
+    assert line.endswith("-fixed/") and f"1. {line}" in str(ckptool.doctor(folder))
+    subprocess.run(["bash", "-c", f"{shlex.quote(sys.executable)} -m {line}"], check=True)
+    assert sorted(path.name for path in Path(f"{folder}-fixed").iterdir()) == ["config.json", "model.safetensors"]

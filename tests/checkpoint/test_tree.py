@@ -224,6 +224,8 @@ LAYOUTS: dict[str, tuple[Any, str]] = {
     "random states only": ({"rng_states": {"python": BYTES, "numpy": BYTES}}, ""),
     "normalizer": ({"state_dict": MODEL, "normalizer": {"mean": LOSS, "std": LOSS}}, "state_dict=W"),
     "statistics": ({"model": MODEL, "obs_norm_state_dict": weights("_mean", "_var", "_std", "count")}, "model=W"),
+    "two letters": ({"model": MODEL, "gt": weights("x", "y"), "DM": weights("perm")}, "model=W"),
+    "one letter": ({"G": weights("x"), "d": weights("y"), "G_A": weights("z")}, "G=W d=W G_A=W"),
     "statistics of layers": ({"running_mean_std": weights("running_mean", "running_var", "count")}, ""),
     "EMA of losses": ({"model": MODEL, "ema_stats": {"loss": LOSS}}, "model=W"),
     "Caffe2": ({"blobs": weights("conv1_w", "conv1_b"), "cfg": ""}, "blobs=W"),

@@ -446,6 +446,16 @@ def test_a_list_in_python(three: Path) -> None:
         ckptool.strip_module([*FILES], folder="out", partial=True)
     with pytest.raises(TypeError, match="finit"):
         ckptool.verify([*FILES], finit=True)
+    with pytest.raises(TypeError, match=r"rename.*did you mean a list of paths"):
+        ckptool.rename("one.pt", "a => b", folder="out")
+    with pytest.raises(TypeError, match=r"average.*'folder'; did you mean (?!a list)"):
+        ckptool.average([*FILES], folder="out")
+    rule = f"{next(iter(ckptool.open('one.pt').tensors()))} => x"
+    for renamed in (
+        ckptool.rename(["one.pt"], rule, None, folder="r"),
+        ckptool.translate(["one.pt"], rule, folder="t", rest="keep"),
+    ):
+        assert [each.verb for each in renamed] and "x" in ckptool.open(renamed[0].output).tensors()
     written = ckptool.cast([Path("one.pt"), "three.pt"], in_place=True, dtype="bf16", jobs=2)
     assert [each.how for each in written] == ["in place"] * 2 and not (three / "out").exists()
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -119,6 +120,26 @@ def test_flat_keys_of_an_optimizer_stay_flat(key: str, tmp_path: Path) -> None:
     state = {key: torch.ones(2), "param_groups.fc.weight.lr": 0.1, "state": {"0": {"step": torch.ones(())}}}
     folder = written({"optimizer": state | {"param_groups": [{"params": [0]}]}}, tmp_path)
     assert ckptool.diff(tmp_path / "in.pt", folder).same
+
+
+def test_what_torch_flattened_has_the_same_names_again(tmp_path: Path) -> None:
+    """As torchtitan saves it, which loads no others."""
+    groups = {f"param_groups.{name}.{key}": [0.9, 0.95] for name in ("fc.weight", "fc.bias") for key in ("betas", "lr")}
+    slots = {f"state.{name}.exp_avg": torch.ones(2) for name in ("fc.weight", "fc.bias")}
+    state = {"fc.weight": torch.ones(2), "fc.bias": torch.ones(2), "optimizer": slots | groups}
+    folder = save_dcp(state, tmp_path / "step-1")
+    out, names = tmp_path / "out.dcp", {*FileSystemReader(folder).read_metadata().state_dict_metadata}
+    for change in (partial(ckptool.convert, ranks=2), partial(ckptool.edit, set={"note": "x"})):
+        change(folder, out, overwrite=True)
+        assert {*FileSystemReader(out).read_metadata().state_dict_metadata} - {"note"} == names
+    ckptool.convert(folder, out, optimizer_as="names", overwrite=True)  # as somebody wants it
+    assert "optimizer.param_groups.0.betas" in FileSystemReader(out).read_metadata().state_dict_metadata
+    ckptool.rename(folder, ["fc.* => head.*"], out, overwrite=True, verify=True)
+    loaded = {"optimizer": {"param_groups.head.bias.betas": None}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.load(loaded, checkpoint_id=out)
+    assert loaded == {"optimizer": {"param_groups.head.bias.betas": [0.9, 0.95]}}
 
 
 VERBS: dict[str, Callable[[Path, Path], Any]] = {
@@ -286,3 +307,11 @@ def test_entries_that_share_objects_are_written_sixteen_times_at_most(tmp_path: 
             refused("limit-exceeded", tmp_path, command, "share objects")
     own = {f"part {number}": SimpleNamespace(words={str(number) * 1_000}) for number in range(3_000)}
     ckptool.convert(saved(own, tmp_path / "m.pt"), tmp_path / "n.dcp", keep_unknown=True)
+
+
+def test_a_vocabulary_has_an_object_for_each_word(tmp_path: Path) -> None:
+    """What torch puts around each is not what entries share."""
+    tree = {"w": torch.ones(2), "vocabulary": {f"word {number}": number for number in range(8_000)}}
+    ckptool.convert(saved(tree, tmp_path / "m.pt"), tmp_path / "m.dcp", all=True)
+    dcp_to_torch_save(tmp_path / "m.dcp", tmp_path / "torch.pt")
+    assert torch.load(tmp_path / "torch.pt")["vocabulary"] == tree["vocabulary"]

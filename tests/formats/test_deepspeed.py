@@ -140,7 +140,7 @@ def test_the_optimizer_of_a_trainers_folder_is_in_the_folder_of_the_tag(tmp_path
     done = run("convert", folder, "--optimizer-as", "names", "-o", tmp_path / "out.pt")
     assert done.code == 1
     again = shlex.quote(str(folder / "global_step2"))
-    assert f"They are beside it: ckptool convert {again} --optimizer-as names" in done.err
+    assert f"It lies beside the weights: ckptool convert {again} --optimizer-as names" in done.err
 
 
 # Files of two steps --------------------------------------------------------------------------------------------------

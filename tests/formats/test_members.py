@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -101,6 +102,8 @@ def test_the_weights_of_several_models_are_not_taken_for_one(safe: bool, models:
                 assert f"weights of {models} models" in ran.err and not Path(out + end).exists()
             else:
                 shutil.rmtree(out) if end == "/" else Path(out + end).unlink(missing_ok=True)
+    if models > 1:  # nor in place
+        assert run("cast", folder, "--dtype", "f64", "--in-place").err.count(f": {folder / names[1]};") == 1
     for number, name in enumerate(names):
         assert run("convert", folder / name, "-o", out + ".pt", "-f").code == 0
         assert torch.load(out + ".pt")["a.weight"].eq(number).all()
@@ -154,11 +157,21 @@ def test_models_in_folders_of_their_own(tmp_path: Path, run: Run) -> None:
     for name in ("unet", "unet_ema"):
         (folder / name).mkdir()
         shutil.copy(folder / "model.safetensors", folder / name / "diffusion_pytorch_model.safetensors")
-        (folder / name / "config.json").write_text('{"_class_name": "UNet"}')
+        (folder / name / "config.json").write_text('{"_class_name": "UNet", "_diffusers_version": "0.3"}')
     (folder / "model.safetensors").unlink()
     found = run("convert", str(folder), "-o", str(tmp_path / "w.safetensors"))
     assert found.code == 0 and "took unet, not its average unet_ema" in found.out
     assert run("verify", str(folder)).code == 0
+    (folder / "l.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["fc"]}')
+    rows = load_file(tmp_path / "w.safetensors")["fc.weight"].shape
+    save_file(
+        {"fc.lora_A.weight": torch.ones(1, rows[1]), "fc.lora_B.weight": torch.ones(rows[0], 1)}, tmp_path / "l.sft"
+    )
+    for number, words in enumerate(
+        ("average {0} {0}#unet", f"lora merge {{0}}#unet {tmp_path / 'l.sft'} --config {{0}}/l.json")
+    ):
+        assert run(*words.format(folder).split(), "-o", f"{tmp_path / str(number)}/").code == 0
+        assert sorted(os.listdir(tmp_path / str(number))) == ["config.json", "diffusion_pytorch_model.safetensors"]
     (folder / "unet_ema" / "diffusion_pytorch_model.safetensors").write_bytes(b"")
     assert "unet_ema" in ckptool.open(folder).part.meaning
     (tmp_path / "run" / "mine").mkdir(parents=True)  # an adapter with a name, as a Trainer saves it
@@ -175,6 +188,28 @@ def test_models_in_folders_of_their_own(tmp_path: Path, run: Run) -> None:
     assert ckptool.open(router).part.meaning.endswith("sentence-transformers; document_0_Static is missing")
     shutil.copytree(router / "query_0_Static", router / "document_0_Static")
     assert ckptool.open(router).part is None and len(ckptool.open(router).tree) == 2
+
+
+def test_other_models_beside_the_weights_are_said_and_kept(tmp_path: Path, run: Run) -> None:
+    """Adapters with names (PEFT's `save_pretrained`), an average, as a folder or a file: those of callbacks."""
+    folder = trainer_folder(tmp_path / "run" / "checkpoint-500")
+    for name, file in (("second", "adapter_model"), ("ema", "model")):
+        (folder / name).mkdir()
+        shutil.copy(folder / "model.safetensors", folder / name / f"{file}.safetensors")
+        (folder / name / f"{'adapter_' * (name == 'second')}config.json").write_text("{}")
+    torch.save({"fc.weight": torch.ones(2)}, folder / "ema.pt")
+    (folder / "notes.pt.txt").write_text("none")
+    left = run("convert", folder, "-o", tmp_path / "w.safetensors").out.partition("weights are written: ")[2]
+    assert left.startswith("ema, ema.pt, second, optimizer.pt") and left.rstrip().endswith("and 2 more")
+    assert "not ema, ema.pt, second, optimizer.pt" in run("diff", folder, folder).out
+    assert run("convert", folder, "--all", "-o", tmp_path / "all.pt").code == 0
+    assert {"model.safetensors", "ema", "second", "optimizer.pt", "ema.pt"} <= ckptool.open(tmp_path / "all.pt").keys()
+    rows = sorted(row.path for row in ckptool.scan(tmp_path / "run").files)
+    assert rows == [str(folder / name) for name in ("", "ema", "ema.pt", "second")]
+    trainer_folder(tmp_path / "run")  # what is saved at the end, beside the checkpoints
+    shutil.copytree(folder / "ema", tmp_path / "run" / "best")
+    left = run("convert", tmp_path / "run", "-o", tmp_path / "w2.safetensors").out.partition("weights are written: ")[2]
+    assert left.startswith("best, optimizer.pt") and "checkpoint-500" not in left
 
 
 # Do they belong together? ---------------------------------------------------------------------------------------------
@@ -345,3 +380,12 @@ def test_a_module_of_sentence_transformers_without_its_weights_is_missed(tmp_pat
         assert not found.fine and str(file.relative_to(folder)) in str(found), file
         file.write_bytes(kept)
     assert ckptool.verify(folder).fine
+
+
+@pytest.mark.parametrize("form", ["names", "ids", "flat"])
+def test_an_optimizer_beside_the_weights_is_told_with_what_names_it(form: str, tmp_path: Path, run: Run) -> None:
+    folder, out = ROOT / "accelerate-plain" / "checkpoint", tmp_path / "out.pt"
+    told = run("convert", folder, "--optimizer-as", form, "-o", out).err.rpartition(": ckptool ")[2]
+    assert f"--optimizer-as {form}" in told and ("--against MODEL" in told) == (form != "ids")
+    placeholders = {"OUT": str(out), "MODEL": str(folder.parent / "model.spec.json")}
+    assert run(*(placeholders.get(word, word) for word in shlex.split(told))).code == 0 and out.exists()

@@ -77,13 +77,14 @@ MODELS: dict[str, Any] = {
     "convolutions": lambda: torch.jit.script(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU())),
     "weight norm": lambda: torch.jit.trace(nn.utils.weight_norm(nn.Linear(2, 2)), torch.ones(1, 2)),
     "quantized": lambda: torch.jit.script(quantized()),
+    "mostly quantized": lambda: torch.jit.script(quantized(90)),
     "frozen": lambda: torch.jit.freeze(torch.jit.script(net().seq)),
 }
 
 
-def quantized() -> nn.Module:
+def quantized(size: int = 3) -> nn.Module:
     torch.manual_seed(0)
-    return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.LayerNorm(4)))  # type: ignore[no-any-return]
+    return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(size, 4), nn.ReLU(), nn.LayerNorm(4)))  # type: ignore[no-any-return]
 
 
 def script_file(name: str, path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -200,6 +201,9 @@ def test_what_is_written_of_attributes_loads_and_what_is_printed_runs(name: str,
         assert run("convert", f"{file}#attributes", "-o", kept, "--all").code == 0
         back = run("convert", kept, "-o", tmp_path / "out.pt", "--all")
         assert back.code == 2 and "made by its program alone" in back.err and not (tmp_path / "out.pt").exists()
+    printed = [line.partition("ckptool ")[2] for line in run("doctor", file).out.split("\n") if " convert " in line]
+    assert len(printed) == (name not in ("frozen", "mostly quantized"))
+    assert all(run(*shlex.split(line)).code == 0 for line in printed)
     fix = run("bundle", f"a={file}", "-o", tmp_path / "out.tar").err.rpartition(": ckptool ")[2]
     assert run(*shlex.split(fix.replace("OUT", str(tmp_path / "weights")))).code == 0, fix
     assert (tmp_path / "weights.safetensors").exists() == bool(expected)

@@ -436,3 +436,8 @@ def test_the_last_step_is_saved_once_with_all_its_metrics(tmp_path: Path) -> Non
     saves = [fact for fact in run.folder.history.read() if fact["event"] == "save"]
     assert [fact["step"] for fact in saves] == [3, 4, 6]
     assert saves[-1]["metrics"] == {"inner": 1.0, "outer": 2.0} and run.folder.all()[-1].sidecar["parent"] == 4
+    run.close()
+    again = Run(tmp_path, **parts())  # killed before the script saves what it computed after the loop
+    again["score"] = 1.0
+    again.save()
+    assert again.folder.all()[-1].metrics == {"inner": 1.0, "outer": 2.0}

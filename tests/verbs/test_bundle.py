@@ -39,6 +39,11 @@ def test_what_lies_beside_weights_and_is_left_out_is_named(tmp_path: Path, run: 
     (line,) = [line for line in said.out.splitlines() if line.startswith("members: left out")]
     assert {Path(name).name for name in line.partition("written: ")[2].split(", ")} == set(os.listdir(folder)) - weights
     assert "left out" not in run("bundle", f"G={folder}#fc.weight", "-o", tmp_path / "part.tar").out
+    said = run("bundle", f"G={folder}", f"opt={folder / 'optimizer.bin'}", "-n", "-o", tmp_path / "two.tar")
+    assert (
+        "scheduler.bin" in said.out.partition("left out")[2]
+        and "optimizer.bin" not in said.out.partition("left out")[2]
+    )
 
 
 @pytest.mark.parametrize("mmap", [False, True])

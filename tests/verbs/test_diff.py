@@ -212,6 +212,7 @@ def test_order_and_metadata_count_only_when_strict(tmp_path: Path, run: Run) -> 
         assert bool(found.metadata_differs) == (name != "order") and bool(found.order_differs) == (name != "metadata")
         said = run("diff", *paths)
         assert said.code == 0 and "--strict" in said.out
+        assert ("_metadata differs; this" in said.out) == (name == "both")
         assert run("diff", *paths, "--strict").code == 1
         assert ckptool.diff(*paths, strict=True, ignore="order,metadata").same
     same = ckptool.diff(paths[0], paths[0])

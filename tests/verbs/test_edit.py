@@ -114,6 +114,7 @@ def test_no_plain_value_takes_the_place_of_tensors(place: str) -> None:
     with pytest.raises(UsageError, match="would become a plain value") as caught:
         ckptool.edit(TRAINING, set={place: 3})
     assert re.search(f"drop[ =]'?{place}", caught.value.fix)
+    assert caught.value.why.startswith("It " if place == "model/enc.a" else "They ")
 
 
 @looped(

@@ -1,6 +1,7 @@
 """`show`: the values of a tensor, or any other entry."""
 
 import re
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -61,6 +62,8 @@ def test_texts_are_shown_as_they_are(tmp_path: Path) -> None:
     assert report_text(ckptool.show(file, at="none")) == "\n"
     assert str(ckptool.show(file, at="long")) == "text: a string of 9 lines"
     assert str(ckptool.show(file, at="flat")) == "0: [1, 2]\n1:\n  x: ()"
+    called = ckptool.show(saved({"call": partial(int, base=2)}, tmp_path / "u.pt"), at="call")
+    assert str(called).startswith("<functools.partial>\n(args):")
     assert str(ckptool.show(saved({"w": torch.ones(2, 2, 1, 1)}, tmp_path / "w.pt"), at="w")).count("\n\n\n") == 1
 
 

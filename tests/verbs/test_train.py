@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 import ckptool
 from ckptool.errors import Corrupt, UsageError
+from ckptool.training import configfile
 from ckptool.training.reports import Outcome, line_of
 from ckptool.training.store import Lines, name_of
 from ckptool.training.toys import MLP
@@ -108,6 +110,15 @@ def test_a_run_to_begin_with_trains_and_resumes_as_it_is(typed: Typed, tmp_path:
     code, _, err = typed("train", "--init", "new/first")
     assert (code, "new/first/model.py already exists" in err) == (2, True)
     assert all(len(line) <= 120 for line in Path("new/first/model.py").read_text().splitlines())
+
+
+def test_a_run_to_begin_with_is_there_as_a_whole_or_not_at_all(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    for url in ("s3://bucket/first", "simplecache::s3://bucket/first"):
+        code, _, err = typed("train", "--init", url)
+        assert (code, f"{url} is not on this machine" in err) == (2, True)
+    monkeypatch.setattr(configfile, "example", lambda **_: "run: first\n"[signal.raise_signal(signal.SIGINT) or 0 :])
+    assert typed("train", "--init", "first")[0] == 130
+    assert sorted(os.listdir("first")) == ["model.py", "run.yaml"]
 
 
 def test_an_unknown_key(typed: Typed, tmp_path: Path) -> None:
@@ -354,8 +365,9 @@ def test_a_change_holds_for_the_next_time_too(tmp_path: Path) -> None:
 
 def test_resume_must_have_something(tmp_path: Path) -> None:
     refused("usage", tmp_path, lambda: resume(str(tmp_path)), "is not a run: it has no run.yaml")
-    refused("usage", tmp_path, lambda: resume(str(tmp_path / "nowhere")), "is not a run: there is no such folder")
-    refused("usage", tmp_path, lambda: start(config(run=tmp_path / "none"), resume="must"), "is not a run")
+    for use in (resume, ckptool.eval, ckptool.prune, ckptool.plot):
+        refused(FileNotFoundError, tmp_path, lambda: use(str(tmp_path / "nowhere")), "no such name")  # noqa: B023
+    refused("io", tmp_path, lambda: start(config(run=tmp_path / "none"), resume="must"), "no such name")
     run = begun(tmp_path)
     for inside in ("run.yaml", "checkpoints", "checkpoints/step-00000010.pt"):
         refused("usage", tmp_path, lambda: resume(str(run / inside)), f"It is a part of a run: name {run}")  # noqa: B023

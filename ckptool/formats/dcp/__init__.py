@@ -114,18 +114,14 @@ def read(source: Input) -> Checkpoint:
 def _no_table(folder: Folder, is_file: bool) -> CkptoolError:
     """The error for files of ranks without the table that says what is in them."""
     if is_file:
-        return OnlyAPart(
-            f"{folder} is what one rank saved of a checkpoint",
-            f"Only the folder is one, with the table of the ranks' files ({METADATA}).",
-            f"Name the folder: {command('inspect', folder.path)}",
-        )
+        what = f"{folder} is what one rank saved of a checkpoint"
+        why = f"Only the folder is one, with the table of the ranks' files ({METADATA})."
+        return OnlyAPart(what, why, f"Name the folder: {command('inspect', folder.path)}")
     if METADATA + ".tmp" in folder:
         table = os.path.join(folder.path, METADATA)
-        return Truncated(
-            f"{folder} holds {METADATA}.tmp and no {METADATA}",
-            "It is renamed when the save is complete: the run was stopped before that.",
-            f"To see whether it is whole: {other_program('cp', f'{table}.tmp', table)}, then verify the folder",
-        )
+        why = "It is renamed when the save is complete: the run was stopped before that."
+        fix = f"To see whether it is whole: {other_program('cp', f'{table}.tmp', table)}, then verify the folder"
+        return Truncated(f"{folder} holds {METADATA}.tmp and no {METADATA}", why, fix)
     what = f"{folder} holds {SUFFIX} files and no {METADATA}"
     why = "It is written last: the run was stopped while saving, or the file was not copied along."
     return Truncated(what, why, "Copy the whole folder, or take an earlier checkpoint.")

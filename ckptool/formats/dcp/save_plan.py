@@ -38,6 +38,7 @@ from ckptool.pickles.encode import integer
 
 MAX_RANKS = 16_384
 MAX_OBJECTS, REPEATED = 8 << 20, 16  # bytes of objects; beyond, as often as that the size of the same in one pickle
+FRAME = 1_200  # bytes of the zip around an object
 VERSION = "1.0.0"
 _MODULE = "torch.distributed.checkpoint.metadata"
 _Field = str | int | tuple[int, ...] | list[Any] | None
@@ -82,14 +83,13 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     `UnsafeObject` for unknown calls unless `keep_unknown`, `LimitExceeded` for objects that too many entries share.
     """
     refuse_unknown(checkpoint, keep_unknown)
-    flat = FlatNames(checkpoint.tree)
-    division = checkpoint.origin if isinstance(checkpoint.origin, RankDivision) else RankDivision()
-    saving = _Saving(division)
+    flat = tree_pickle.flat_names(checkpoint)
+    saving = _Saving(checkpoint.origin if isinstance(checkpoint.origin, RankDivision) else RankDivision())
     limit = MAX_OBJECTS
     for name, value in flat.values.items():
         if not isinstance(value, TensorEntry):
             saving.add_object(name, value)
-            if (size := saving.files[0].size) > limit:
+            if (size := saving.files[0].size - FRAME * len(saving.files[0].objects)) > limit:
                 limit = max(limit, REPEATED * torch_zip.write(checkpoint, keep_unknown=True).nbytes)
                 if size > limit:
                     what = f"its entries share objects, which would be written more than {REPEATED} times"
@@ -102,13 +102,10 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         lost.setdefault("strides of tensors that are sharded or have gaps", saving.strides_lost)
     if marks.RECOVERED in checkpoint.metadata:
         lost["the mark of a recovered file"] = ""
-    reserved = [
-        name for name in flat.values if name == tree_pickle.NAME or (lost and name.startswith(f"{tree_pickle.NAME}."))
-    ]
-    if reserved:
-        raise Unsupported(
-            f"{reserved[0]} is a name that ckptool reserves in a .dcp folder", "It would be lost.", "Rename it first."
-        )
+    key = tree_pickle.NAME
+    if reserved := [name for name in flat.values if name == key or (lost and name.startswith(f"{key}."))]:
+        what = f"{reserved[0]} is a name that ckptool reserves in a .dcp folder"
+        raise Unsupported(what, "It would be lost.", "Rename it first.")
     notes: tuple[Note, ...] = ()
     if lost:
         content, raw = tree_pickle.pickled(checkpoint, saving.homes)
@@ -116,7 +113,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
             name = f"{tree_pickle.NAME}.{number - 1}" if number else tree_pickle.NAME
             flat.add((name,), (name,), as_bytes(storage))
             saving.add_whole(name, flat.values[name])
-        losses = listed([f"{what} ({where or 'the top'})" for what, where in lost.items()], len(lost))
+        losses = listed([what + f" ({where})" * bool(where) for what, where in lost.items()], len(lost))
         lead = f"what torch cannot express here is kept in the tensor {tree_pickle.NAME}"
         notes = (Note(KEPT, f"{lead}: {losses}"),)
     # What is not divided goes to the rank that has least by then.
@@ -242,7 +239,7 @@ class _RankFile:
     rank: int
     divided: list[_Divided]
     numbers: array[int] = field(default_factory=partial(array, "I"))
-    objects: list[list[Segment]] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
     items: list[_BlockZip] = field(default_factory=list)
     size: int = 0
 
@@ -252,10 +249,12 @@ class _RankFile:
         self.size += item.length
 
     def __iter__(self) -> Iterator[Segment]:
-        blocks = (self.divided[number].item(self.rank) for number in self.numbers)
-        in_order: Iterator[Iterable[Segment]] = chain(self.objects, blocks, self.items)
-        for segments in in_order:
-            yield from segments
+        for value in self.objects:  # there may be one for each word of a vocabulary
+            (layout,) = torch_zip.write(Checkpoint(value, torch_zip.NAME), keep_unknown=True).files.values()
+            segments = list(layout)
+            yield from segments if any(storages(value)) else [InlineBytes(_bytes_of(segments))]
+        for item in chain((self.divided[number].item(self.rank) for number in self.numbers), self.items):
+            yield from item
 
 
 @lru_cache(1024)
@@ -283,13 +282,9 @@ class _Saving:
 
     def add_object(self, name: str, value: Any) -> None:
         plan = torch_zip.write(Checkpoint(value, torch_zip.NAME), keep_unknown=True)  # `write` refuses unknown calls
-        (layout,) = plan.files.values()
-        segments = list(layout)
-        if all(isinstance(segment, (InlineBytes, Deferred)) for segment in segments):
-            segments = [InlineBytes(_bytes_of(segments))]
         self.checks += plan.checks
         self.files[0].place(item := Place(None, 0, plan.nbytes))
-        self.files[0].objects.append(segments)
+        self.files[0].objects.append(value)
         self.chunks[name] = [Chunk((), (), item)]
         for number, storage in enumerate(storages(value)):
             self.homes[id(storage)] = tree_pickle.Home(f"{name}#{number}", 0, storage.nbytes)

@@ -35,7 +35,6 @@ FREE_NAMES = 10_000
 NAMES_PER_PART = 4
 
 SHARED = "objects that appear in several places"
-RESTORED = "optimizer-keys"  # of the notes
 
 
 class FlatNames:
@@ -49,11 +48,10 @@ class FlatNames:
 
     def __init__(self, tree: Any) -> None:
         if not isinstance(tree, dict):
-            raise Unsupported(
-                "a dcp folder holds a dictionary and nothing else",
-                "torch.distributed.checkpoint saves only dictionaries.",
-                f"Choose a part: FILE#ADDRESS; or write a torch file: {arg(container='torch-zip')}",
-            )
+            what = "a dcp folder holds a dictionary and nothing else"
+            why = "torch.distributed.checkpoint saves only dictionaries."
+            fix = f"Choose a part: FILE#ADDRESS; or write a torch file: {arg(container='torch-zip')}"
+            raise Unsupported(what, why, fix)
         self.values: dict[str, Any] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.lost: dict[str, str] = {}
@@ -76,11 +74,9 @@ class FlatNames:
                 if id(value) in holders or len(stack) > MAX_DEPTH:
                     entry = max(at for at, (_, _, level) in enumerate(stack) if not isinstance(level, enumerate))
                     drop = literal(address(inner_place[: entry + 1]))  # no element of a list
-                    raise Conflict(
-                        f"{address(inner_place)} contains itself",
-                        "Its names would never end. Nothing was written.",
-                        f"Leave it out first: {command('edit', FILE, drop=drop, out=OUT)}",
-                    )
+                    fix = f"Leave it out first: {command('edit', FILE, drop=drop, out=OUT)}"
+                    why = "Its names would never end. Nothing was written."
+                    raise Conflict(f"{address(inner_place)} contains itself", why, fix)
                 self.hold(value, inner_place)
                 holders.append(id(value))
                 stack.append((inner_path, inner_place, iter(value.items()) if is_holder else enumerate(value)))
@@ -94,11 +90,9 @@ class FlatNames:
     def add(self, path: tuple[str | int, ...], place: tuple[Any, ...], value: Any) -> None:
         name = ".".join(map(str, path))
         if name in self.values:
-            raise Unsupported(
-                f"{address(place)} and another entry would both be called {name}",
-                "torch.distributed.checkpoint joins keys with dots, as strings. Nothing was written.",
-                f"Rename one first: {command('rename', FILE, 'OLD => NEW', out=OUT)}",
-            )
+            what = f"{address(place)} and another entry would both be called {name}"
+            why = "torch.distributed.checkpoint joins keys with dots, as strings. Nothing was written."
+            raise Unsupported(what, why, f"Rename one first: {command('rename', FILE, 'OLD => NEW', out=OUT)}")
         if len(self.values) >= self.max_names:
             names = counted(self.max_names, "name")
             raise LimitExceeded(f"more than {names}", "What objects share has a name in each of them.")
@@ -122,18 +116,32 @@ class FlatNames:
                 self.lost.setdefault("keys that are not strings", address(place))
 
 
+def flat_names(checkpoint: Checkpoint) -> FlatNames:
+    """The flat names of a tree. Optimizers that torch had flattened are so again: torchtitan loads no others."""
+    names, tree = FlatNames(checkpoint.tree), checkpoint.tree
+    if names.lost or not any(note.code == optimizer_keys.RESTORED for note in checkpoint.notes):
+        return names
+    for path, optimizer in list(optimizers(tree)):
+        if all(type(name) is str for name in optimizer["state"]):
+            flat = optimizer_keys.flattened(optimizer).items()  # where each name has options of its own
+            tree = replaced_at(tree, path, {k: type(v)([*v]) if type(v) in (list, tuple) else v for k, v in flat})
+    again = FlatNames(tree)
+    again.lost.clear()  # as the table of torch has them
+    return names if lost_in_table(again) else again
+
+
 def with_optimizers(tree: dict[Any, Any]) -> tuple[dict[Any, Any], list[Note]]:
     """The tree with the optimizers as they were before torch flattened their keys, or made texts of their numbers."""
     unflat, notes = optimizer_keys.nested(tree), []
     if unflat is not tree:
         what = "flattened keys of an optimizer (state.NAME.KEY) are shown as `state` by name and `param_groups`"
-        notes.append(Note(RESTORED, what))
+        notes.append(Note(optimizer_keys.RESTORED, what))
     for path, optimizer in list(optimizers(unflat)):
         numbered = optimizer_keys.with_numbers(optimizer)
         if numbered is not optimizer:
             what = f"{counted(len(numbered['state']), 'key')} of an optimizer's state, which torch wrote as strings"
-            notes.append(Note(RESTORED, f"{what}, are numbers again, as `param_groups` has them"))
-            unflat = replaced_at(unflat, path, numbered) if path else numbered
+            notes.append(Note(optimizer_keys.RESTORED, f"{what}, are numbers again, as `param_groups` has them"))
+            unflat = replaced_at(unflat, path, numbered)
     return unflat, notes
 
 

@@ -187,14 +187,15 @@ class Reference:
 
     def unsaved_averages(self, life: Life) -> list[Cause]:
         """Weights that differ at the end and that no optimizer trains: those that change with every step (unlike the
-        best model so far), or have an average's name; by that name also tensors in a dictionary of the script."""
+        best model so far), or have an average's name; by that name also tensors in a dictionary of the script, unless
+        they stay as they are, as in one that was loaded."""
         if not life.steps or life.reached != (length := len(self.steps)):
             return []
-        last, looks = self.facts[-1], sum(not step.age for step in self.steps)
-        averages = set()
+        last, looks, averages = self.facts[-1], sum(not step.age for step in self.steps), set[Key]()
         for key in self.differing(length - 1, life.steps[-1]):
             moves = sum(one.get(key) != other.get(key) for one, other in pairwise(self.facts))
-            is_tensor = last[key].partition(": ")[2].startswith("[")
+            first, final = (step.found.get(key[1], "") for step in (life.steps[0], life.steps[-1]))
+            is_tensor = final.partition(": ")[2].startswith("[") and final != first
             is_named = _is_average(f"{key[1]} {last[key]}") and (key[0] == WEIGHTS or is_tensor)
             if is_named or (key[0] == WEIGHTS and 2 * moves > looks):
                 averages.add(key)
@@ -207,8 +208,7 @@ class Reference:
         keys = self.differing(index, other) if keys is None else keys
         prefixes = tuple(f"{name}." for kind, name in keys if kind in (SCHEDULER, WEIGHTS))
         keys = {key for key in keys if not key[1].startswith(prefixes)}
-        kinds = list(_WORDS)
-        mine, theirs = self.facts[index], other.facts()
+        kinds, mine, theirs = [*_WORDS], self.facts[index], other.facts()
         relevant = {key for key in keys if key[0] not in _EFFECTS or _MEMORY.fullmatch(mine[key])} or keys
         if relevant == {(BATCH, "")}:  # a number of the script may be the cause, but no tensor: that is of the batch
             relevant |= {key for key in keys if key[0] == VALUE and not mine[key].startswith(f"{VALUE}: [")}
@@ -216,8 +216,7 @@ class Reference:
         groups: dict[Key, list[Key]] = {}  # what is put back together
         drawing = {name.split(".")[0] for kind, name in ranked if kind == GENERATOR and "." in name}
         for key in ranked:
-            kind, owner = key[0], re.split(r"[.\[#]", key[1])[0]
-            group = kind, owner
+            group = kind, owner = key[0], re.split(r"[.\[#]", key[1])[0]
             if kind in (BATCH, GENERATOR, RANDOM) or (kind == ATTRIBUTE and owner in drawing):
                 group = BATCH, ""  # with the generators that it was drawn with, and the objects that have them
             elif kind in (RATE, SCHEDULER):
