@@ -106,8 +106,7 @@ def explain(
         return Explanation(tuple(codes.values()), is_list=True)
     name = code.strip("[]: ").lower().rpartition("[")[2]  # it may be as it is printed: error[usage]
     if name not in codes:
+        closest = nearest(name, codes)
         see = f"See all: {Command(('ckptool', 'explain'))}"
-        raise NoMatch(
-            f"there is no code {code!r}", f"Did you mean {closest}?" if (closest := nearest(name, codes)) else "", see
-        )
+        raise NoMatch(f"there is no code {code!r}", f"Did you mean {closest}?" if closest else "", see)
     return Explanation((codes[name],))
