@@ -111,6 +111,7 @@ class Run:
         self._random: rng.State | None = None  # with which the next loop begins
         self._resumed: _Resumed | None = None  # until the loop begins
         self._goes_on = True  # False in a resumed process until it is where the checkpoint was saved
+        self._loops = self._loops_before = 0  # those that began, in this process and before that checkpoint
         self._looks = Looks(self.objects)
         self._notes_given: set[str] = set()
         self._iterator: Callable[[], Any] = lambda: None  # of the loop, as the script has it
@@ -252,14 +253,15 @@ class Run:
         """The tree to save. ranks: `Point.rank` of each process."""
         for name, value in self.values.items():  # again: a list may have grown since
             refuse_not_plain(value, f"run[{name!r}]")
+        place = {**point.place, "ended": self._ended, "loops": self._loops}
         return {
-            "epoch": point.place["epoch"],
+            "epoch": place["epoch"],
             "step": self.step,
             "loss": self.loss,
             **self.objects.state(point.states),
             "generators": sorted(self.objects.generators),
             "rng_state": {"seed": self._seed, "ranks": ranks},
-            "data_state": {**point.place, "ended": self._ended, "renewing": sorted(self._window.renewing)},
+            "data_state": {**place, "renewing": sorted(self._window.renewing)},
             "values": self.values,
             "options": self._options,
             "flags": self.objects.flags(),
@@ -294,10 +296,11 @@ class Run:
                 why = "random numbers follow from the seed, but in a different order of summation: the last bits differ"
             self.say(f"{change}: {why}")
         rank = to_cpu(ranks[self.world.rank] if self.world.rank < len(ranks) else ranks[0], copied=True)
-        self._random, self._ended = rank["now"], tree["data_state"].get("ended")
-        self._window.renewing = set(tree["data_state"].get("renewing", ()))
+        place = tree["data_state"]
+        self._random, self._ended, self._loops_before = rank["now"], place.get("ended"), place.get("loops", 0)
+        self._window.renewing = set(place.get("renewing", ()))
         self._drawn = set(rank["now"]) - {"generators"}
-        self.position.restore(tree["data_state"], rank)
+        self.position.restore(place, rank)
         values, self._goes_on = to_cpu(self.values, copied=True), False
         random, objects = self._capture(self.objects.generators), self.objects
         self._resumed = _Resumed(where, values, random, objects.options(), objects.flags())
@@ -371,12 +374,13 @@ class Run:
 
     def _epochs(self, name: str, length: dict[str, int]) -> Iterator[int]:
         """The loop over epochs. name: of the method that makes it.  length: how many steps or epochs."""
-        loop, is_nested = loop_frame(), name == "run.epochs"
+        loop, is_nested, self._loops = loop_frame(), name == "run.epochs", self._loops + 1
         ((kind, count),) = length.items()
         done = self.step if kind == "steps" else self.position.epoch
         if not self._goes_on and self.world.is_first:  # what followed the checkpoint is logged again
             self.folder.metrics.cut_back(self.step, self._logged)
-        self._goes_on = self._goes_on or done + (kind == "epochs" and self.position.batch > 0) <= count
+        is_behind = done == count and self._loops < self._loops_before  # the checkpoint is of a later loop
+        self._goes_on |= done + (kind == "epochs" and self.position.batch > 0) <= count and not is_behind
         if self._resumed is not None and self._goes_on and self._is_over(length) and self._ended is None:
             self._say_once(f"finished: {counted(done, kind[:-1])} of {count:,} are done; to train on, ask for more")
         if loop == self._ended_at and not self._is_over(length):
@@ -496,15 +500,12 @@ class Run:
 
     def _is_over(self, length: dict[str, int]) -> bool:
         """True after so many steps or epochs, or if `break` has ended a loop of as many, or more."""
-        completed = {"steps": self.step, "epochs": self.position.epoch}
-        for kind, count in length.items():
-            if is_ended := (self._ended or {}).get(kind, -1) >= count:
-                self._say_once(
-                    f"`break` ended this run at step {self.step:,}; it trains on only if you ask for more {kind}"
-                )
-            if is_ended or completed[kind] >= count:
-                return True
-        return False
+        completed, ended = {"steps": self.step, "epochs": self.position.epoch}, self._ended or {}
+        if by_break := [kind for kind, count in length.items() if ended.get(kind, -1) >= count]:
+            self._say_once(
+                f"`break` ended this run at step {self.step:,}; it trains on only if you ask for more {by_break[0]}"
+            )
+        return bool(by_break) or any(completed[kind] >= count for kind, count in length.items())
 
     def _begin_resumed(self, nested: bool) -> None:
         """When the loop of a resumed process begins: undoes and reports what the script did since `Run(…)`."""

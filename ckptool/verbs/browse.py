@@ -37,7 +37,7 @@ PAUSE = 0.15  # seconds without another letter, after which a pattern is looked 
 SIBLINGS = 1_000  # shown at most: textual draws more of them too slowly
 
 
-@verb(("ckptool browse model.pt", "arrows and Enter to move, / to filter, d to compare, Esc to go back, q to quit"))
+@verb(("ckptool browse model.pt", "arrows and Enter move, / filters, d compares, Esc goes back, q quits"))
 def browse(file: File) -> Page:
     """Walks through a checkpoint in the terminal: its tree, values, histograms, and what differs in another.
 

@@ -344,6 +344,15 @@ ODD = {
             "    run['seen'].add(step)\n    run.save()\n"
         ),
     ),
+    "epochs, and then steps": (
+        "",
+        "",
+        (
+            f"for epoch in run.epochs(2):\n    for step, batch in run.batches(loader):\n        {STEP}"
+            "        run.save(every=2)\nrun.log(between=run.step)\n"
+            f"for step in run.steps(14):\n    batch = torch.randn(3, 4)\n    {STEP}    run.save(every=2)\n"
+        ),
+    ),
 }
 
 

@@ -191,8 +191,7 @@ class Reference:
         they stay as they are, as in one that was loaded."""
         if not life.steps or life.reached != (length := len(self.steps)):
             return []
-        last, looks = self.facts[-1], sum(not step.age for step in self.steps)
-        averages = set()
+        last, looks, averages = self.facts[-1], sum(not step.age for step in self.steps), set[Key]()
         for key in self.differing(length - 1, life.steps[-1]):
             moves = sum(one.get(key) != other.get(key) for one, other in pairwise(self.facts))
             first, final = (step.found.get(key[1], "") for step in (life.steps[0], life.steps[-1]))
