@@ -385,7 +385,7 @@ class RemoteObject:
         start, stop = at, min(self.size, max(end, at + ahead), at + (WINDOW if limit == PART else TABLE))
         if piece is not None and (stop - at <= PART or self._at(stop - PART)[0] is not None):
             return
-        if not ahead and end - at < PART:  # a read elsewhere: with what is around it
+        if not ahead and end - at < (TABLE if table else PART):  # a read elsewhere: with what is around it
             start, stop = max(0, at - BEFORE), max(end, at + STEP)
             if stop > self.size - END:
                 start, stop = max(0, min(start, self.size - END)), self.size

@@ -474,7 +474,7 @@ def change_of(verb: str, path: PathLike | None, options: Save, *inputs: object, 
     if unknown := [name for name in options if name not in accepted]:
         function = commands.function_of(verb)
         typed = {flag.strip("-"): each.name for each in commands.parameters_of(function) for flag in each.option.flags}
-        typed |= {"folder": "a list of paths"} if commands.takes_several(function) else {}
+        typed["folder"] = "a list of paths" if commands.takes_several(function) else "out"
         meant = typed.get(unknown[0]) or commands.nearest(unknown[0], commands.signature_of(function).parameters)
         hint = f"did you mean {meant}?" if meant else f"for its output it takes {', '.join(accepted)}"
         raise TypeError(f"{VERBS[verb].function}() got an unexpected keyword argument {unknown[0]!r}; {hint}")

@@ -51,7 +51,7 @@ class Spec(Report):
 def spec(
     target: Annotated[
         CheckpointLike,
-        argument("TARGET", "A checkpoint, FILE#ADDRESS, or your own code as file.py:factory or pkg.module:factory."),
+        argument("TARGET", "A checkpoint, FILE#ADDRESS for a part, or your code: file.py:factory or pkg.mod:factory."),
     ],
     out: Out = None,
     *,

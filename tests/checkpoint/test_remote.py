@@ -132,14 +132,14 @@ def test_a_folder_with_members_has_the_size_and_time_of_its_weights(run: Run) ->
 
 
 def test_many_tensors_take_no_more_requests(tmp_path: Path) -> None:
-    many = {f"block.{number}.some.longer.name.weight": torch.zeros(64) for number in range(3_000)}
+    many = {f"block.{number}.some.longer.name.weight": torch.zeros(64) for number in range(18_000)}
     torch.save(many, tmp_path / "many.pt")
     save_file(many, tmp_path / "many.safetensors")
     make_sparse(tmp_path / "100GB.pt", 100 << 30)
     for name, most in (("many.pt", 4), ("many.safetensors", 3), ("100GB.pt", 4)):
         with RangeServer(tmp_path) as server:
             found = ckptool.inspect(server.url + name)
-        assert len(found.tensors) in (3_000, 50)
+        assert len(found.tensors) in (18_000, 50)
         assert server.requests[name] <= most and max(ranges(server)) <= (128 << 10) + 300 * len(found.tensors), name
 
 
