@@ -111,7 +111,7 @@ class Run:
         self._random: rng.State | None = None  # with which the next loop begins
         self._resumed: _Resumed | None = None  # until the loop begins
         self._goes_on = True  # False in a resumed process until it is where the checkpoint was saved
-        self._loops = self._loops_before = 0  # those that began, in this process and before that checkpoint
+        self._kind: str | None = None  # of the loop that this process, or the checkpoint, is in: steps, epochs
         self._looks = Looks(self.objects)
         self._notes_given: set[str] = set()
         self._iterator: Callable[[], Any] = lambda: None  # of the loop, as the script has it
@@ -253,7 +253,7 @@ class Run:
         """The tree to save. ranks: `Point.rank` of each process."""
         for name, value in self.values.items():  # again: a list may have grown since
             refuse_not_plain(value, f"run[{name!r}]")
-        place = {**point.place, "ended": self._ended, "loops": self._loops}
+        place = {**point.place, "ended": self._ended, "loop": self._kind}
         return {
             "epoch": place["epoch"],
             "step": self.step,
@@ -297,7 +297,7 @@ class Run:
             self.say(f"{change}: {why}")
         rank = to_cpu(ranks[self.world.rank] if self.world.rank < len(ranks) else ranks[0], copied=True)
         place = tree["data_state"]
-        self._random, self._ended, self._loops_before = rank["now"], place.get("ended"), place.get("loops", 0)
+        self._random, self._ended, self._kind = rank["now"], place.get("ended"), place.get("loop")
         self._window.renewing = set(place.get("renewing", ()))
         self._drawn = set(rank["now"]) - {"generators"}
         self.position.restore(place, rank)
@@ -374,13 +374,14 @@ class Run:
 
     def _epochs(self, name: str, length: dict[str, int]) -> Iterator[int]:
         """The loop over epochs. name: of the method that makes it.  length: how many steps or epochs."""
-        loop, is_nested, self._loops = loop_frame(), name == "run.epochs", self._loops + 1
+        loop, is_nested = loop_frame(), name == "run.epochs"
         ((kind, count),) = length.items()
         done = self.step if kind == "steps" else self.position.epoch
         if not self._goes_on and self.world.is_first:  # what followed the checkpoint is logged again
             self.folder.metrics.cut_back(self.step, self._logged)
-        is_behind = done == count and self._loops < self._loops_before  # the checkpoint is of a later loop
+        is_behind = done == count and self._kind not in (kind, None)  # the checkpoint is of a later loop
         self._goes_on |= done + (kind == "epochs" and self.position.batch > 0) <= count and not is_behind
+        self._kind = kind if self._goes_on else self._kind
         if self._resumed is not None and self._goes_on and self._is_over(length) and self._ended is None:
             self._say_once(f"finished: {counted(done, kind[:-1])} of {count:,} are done; to train on, ask for more")
         if loop == self._ended_at and not self._is_over(length):

@@ -353,6 +353,15 @@ ODD = {
             f"for step in run.steps(14):\n    batch = torch.randn(3, 4)\n    {STEP}    run.save(every=2)\n"
         ),
     ),
+    "a loop that is left out once it is done": (
+        "",
+        "",
+        (
+            f"if run.step < 4:\n    for step, batch in run.batches(loader, steps=4):\n        {STEP}"
+            "        run.save(every=2)\n"
+            f"for step, batch in run.batches(loader, steps=14):\n    {STEP}    run.save(every=2)\n"
+        ),
+    ),
 }
 
 
