@@ -56,8 +56,8 @@ from ckptool.formats.zip.directory import LOCAL, Archive, Record, read_archive, 
 
 ALL, SOME, NONE = "all", "some", "none"
 # Bits of the exponent, in an integer of as many bytes: all set, it is infinite or no number.
-_F64, _F32, _F16, _BF16 = ("u8", 0x7FF0 << 48), ("u4", 0x7F80 << 16), ("u2", 0x7C00), ("u2", 0x7F80)
-_EXPONENTS = {"f64": _F64, "c128": _F64, "f32": _F32, "c64": _F32, "f16": _F16, "c32": _F16, "bf16": _BF16}
+_BITS = {"f64 c128": ("u8", 0x7FF << 52), "f32 c64": ("u4", 0xFF << 23), "f16 c32": ("u2", 31 << 10)}
+_EXPONENTS = {name: bits for names, bits in {**_BITS, "bf16 bc32": ("u2", 255 << 7)}.items() for name in names.split()}
 
 BLOCK = 4 << 20  # bytes that are read at once
 SHOWN = 20  # of a kind

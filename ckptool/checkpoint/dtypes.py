@@ -104,6 +104,7 @@ DTYPES: tuple[DType, ...] = (
     DType("c128", "complex128", 16, "complex", "ComplexDoubleStorage", None, "complex128"),
     DType("c64", "complex64", 8, "complex", "ComplexFloatStorage", "C64", "complex64"),
     DType("c32", "complex32", 4, "complex"),
+    DType("bc32", "bcomplex32", 4, "complex"),  # since torch 2.14
     DType("qi8", "qint8", 1, "quantized", "QInt8Storage", None, "int8"),
     DType("qu8", "quint8", 1, "quantized", "QUInt8Storage", None, "uint8"),
     DType("qi32", "qint32", 4, "quantized", "QInt32Storage", None, "int32"),
@@ -167,6 +168,7 @@ def dtype_of(dtype: object) -> DType:
 
 CHUNK = 1 << 16  # elements at a time: the working arrays of one chunk stay in the second-level cache
 _BLOCK = 1024
+_HALVES = {"c32": "f16", "bc32": "bf16"}  # complex types that numpy does not have, and the type of their two parts
 # The types for which computed values were too large, and became infinite, since a writer set it.
 TOO_LARGE: ContextVar[set[str]] = ContextVar("TOO_LARGE", default=set())  # noqa: B039, nobody reads that
 
@@ -196,20 +198,20 @@ def aligned(length: int) -> Array:
 
 def has_numbers(dtype: DType) -> bool:
     """True if `numbers` can read the type; packed types (4-bit and smaller) are opaque."""
-    return dtype.numpy is not None or dtype.name == "c32"
+    return dtype.numpy is not None or dtype.name in _HALVES
 
 
 def numbers(raw: Array, dtype: DType, work: str = "") -> Array:
     """The elements that the bytes `raw` (uint8) encode, in a type that holds each of them exactly.
 
-    f16, bf16 and float8 become f32 (in the scratch array called `work`, where given); complex32 becomes complex64;
+    f16, bf16 and float8 become f32 (in the scratch array called `work`, where given); pairs of halves become complex64;
     bool stays bool; quantized types are their integers; the rest is a view of `raw`.
     Raises `Unsupported` for packed types.
     """
     import numpy
 
-    if dtype.name == "c32":
-        return numbers(raw, by_name("f16"), work).view(numpy.complex64)
+    if dtype.name in _HALVES:
+        return numbers(raw, by_name(_HALVES[dtype.name]), work).view(numpy.complex64)
     if not has_numbers(dtype):
         raise packed(dtype)
     if dtype.kind == "bool":
@@ -310,9 +312,9 @@ def resolve(raw: Array, dtype: DType, flags: Flags) -> Array:
     import numpy
 
     if flags.conj or flags.neg:
-        values = raw.view(numpy.float16 if dtype.name == "c32" else dtype.to_numpy())
+        values = raw.view(by_name(_HALVES.get(dtype.name, dtype.name)).to_numpy())
         if flags.conj and dtype.kind == "complex":
-            imaginary = values[1::2] if dtype.name == "c32" else values.imag
+            imaginary = values[1::2] if dtype.name in _HALVES else values.imag
             numpy.negative(imaginary, out=imaginary)
         if flags.neg and dtype.kind != "bool":
             numpy.negative(values, out=values)

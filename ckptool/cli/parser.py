@@ -188,7 +188,7 @@ def _parsed_value(option: Any, process: Callable[[Any, Any], Any], context: Any,
     """Texts and flags as they are: typer would import pydantic for them, a third of the time of a small `inspect`."""
     kind = getattr(option, "type_descriptor", None)  # which older typers do not have
     if value is None and not option.required:
-        return () if option.nargs == -1 or getattr(option, "multiple", False) else None
+        return None
     is_plain = kind is not None and kind.annotation in (str, list[str], bool) and value is not None
     return value if is_plain else process(context, value)
 

@@ -36,7 +36,7 @@ from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed
 from ckptool.formats import DEFAULT
 from ckptool.formats.model_folder import ADAPTER, CONFIG, config_beside
 
-_COMPONENTS = {"c32": "f16", "c64": "f32", "c128": "f64"}
+_COMPONENTS = {"c32": "f16", "bc32": "bf16", "c64": "f32", "c128": "f64"}
 _PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
 _DIGIT = 16  # bits of a pattern that are counted in one pass
 _SMALL = 1 << 14  # up to so many patterns are sorted instead

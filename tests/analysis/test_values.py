@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckptool
 from ckptool.analysis.values import (
     BINS,
     QUANTILES,
@@ -279,3 +280,14 @@ def test_pictures_are_what_numpy_computes(tensor: torch.Tensor, side: int, chunk
     with patch.multiple(arrays, CHUNK=chunk):
         judge(tensor, side, 1 << 14)
         judge(tensor, side, 20)
+
+
+def test_complex_values_of_two_bfloat16_as_torch_saves_them_since_2_14(tmp_path: Path) -> None:
+    parts = torch.tensor([3.0, 4.0, 0.5, -1.0, nan, 1.0, 0.25, inf]).bfloat16()
+    values = parts.view(torch.float16).view(torch.complex32)  # the torch of the tests has no other type of this size
+    torch.save({"w": values, "c": values.conj()}, path := tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes().replace(b"torch\ncomplex32\n", b"torch\nbcomplex32\n"))
+    for entry in (ckptool.open(path)[name] for name in "wc"):
+        facts = statistics(entry)
+        assert (entry.dtype.torch, facts.max, facts.nans, facts.infs) == ("bcomplex32", 5, 1, 1)
+    assert len(ckptool.verify(path, finite=True).non_finite or ()) == 2 and ckptool.scan(path).exit() == 0

@@ -259,7 +259,7 @@ FAULTS: dict[str, tuple[Any, type[CkptoolError] | None, str]] = {
     "without ranges": (ALWAYS("ignore"), FileProblem, "does not support range requests"),
     "without ranges later": (["", "ignore"], FileProblem, "does not support range requests"),
     "half": (ALWAYS("half"), FileProblem, "model.pt: the server closed the connection\n"),
-    "no HTTP": (ALWAYS("garbage"), FileProblem, "model.pt: Bad status line\n"),
+    "no HTTP": (ALWAYS("garbage"), FileProblem, "Bad status line|Expected HTTP"),
     "changed": (["", "change"], FileChanged, "changed since"), "denied": (["deny"], NoPermission, "403"),
 }  # fmt: skip
 

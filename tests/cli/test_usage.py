@@ -20,8 +20,6 @@ from torch import nn
 import ckptool
 from ckptool import errors
 from ckptool.cli import main, output
-from ckptool.cli.parser import parser, typed_parameters
-from ckptool.commands import VERBS, function_of
 from tests.support.cli import Ran, Run, done
 from tests.support.elsewhere import READS
 from tests.support.looped import looped
@@ -34,16 +32,6 @@ def usage_error(ran: Ran) -> str:
     assert (ran.code, ran.out) == (2, "") and ran.err.startswith("error[usage]: "), ran
     assert not any(word in ran.err for word in FOREIGN), ran.err
     return ran.err
-
-
-def test_what_may_be_typed_several_times_and_was_not_is_a_list_to_any_typer() -> None:
-    """The command of an older typer takes the length of such a value (make least)."""
-    for verb in VERBS:
-        command = parser(verb, typed_parameters(function_of(verb)))
-        for option in command.params:
-            is_list = option.nargs == -1 or getattr(option, "multiple", False)
-            if not option.required:
-                assert option.process_value(None, None) == (() if is_list else None), (verb, option.name)
 
 
 def test_a_file_in_the_place_of_a_command_is_inspected(files: Path, run: Run) -> None:
