@@ -14,10 +14,11 @@ import pytest
 import rich.console
 import rich.traceback
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckptool
 from ckptool.analysis.findings import of_error_text, recognised
+from ckptool.cli import main
 from ckptool.errors import COLOURS
 from fixtures.lab import SPECIMENS, make
 from tests.support.looped import looped
@@ -123,3 +124,13 @@ def test_of_a_models_folder_the_commands_write_a_folder(tmp_path: Path) -> None:
     assert line.endswith("-fixed/") and f"1. {line}" in str(ckptool.doctor(folder))
     subprocess.run(["bash", "-c", f"{shlex.quote(sys.executable)} -m {line}"], check=True)
     assert sorted(path.name for path in Path(f"{folder}-fixed").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_weights_that_are_only_called_safetensors_become_what_its_library_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(kept := {"w": torch.ones(2)}, "model.safetensors")
+    (fix,) = ckptool.doctor("model.safetensors").findings[0].fixes
+    assert main(shlex.split(fix)[1:]) == 0
+    assert torch.equal(load_file(shlex.split(fix)[-1])["w"], kept["w"])
