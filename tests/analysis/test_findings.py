@@ -94,7 +94,7 @@ def of_pytest(error: Raised) -> str:
 STYLES = {
     "python": of_python,
     "a rank's": lambda error: "".join(f"[rank0]: {line}" for line in of_python(error).splitlines(keepends=True)),
-    "below a log": lambda error: "float8: weights_only, file is empty\n" * 20_000 + of_python(error),
+    "below a log": lambda error: "float8: weights_only, file is empty\n" * 2_000 + of_python(error),
     "rich": of_rich,
     "ipython": of_ipython,
     "pytest": of_pytest,
