@@ -23,6 +23,7 @@ help:
 	@echo "make golden    every verb on 840 files and folders against the record of what it did, in tests/golden"
 	@echo "make mutants   300 edits of the code, each of which the tests must notice as they did: half an hour"
 	@echo "make engines   the real engines (DeepSpeed, accelerate, ...) write folders, which are read; installs them apart"
+	@echo "make least     the tests with the least versions that pyproject.toml names; installs them apart"
 	@echo "make browser   the tests of the report page in Chromium, which it installs from Debian where it may"
 	@echo "make fuzz      coverage-guided fuzzing of the readers: make SECONDS=3600 fuzz"
 	@echo "make docs      the documentation as an offline site, in build/site"

@@ -28,8 +28,8 @@ IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_
 _ONLY_IN_PICKLES = ("device", "strides", "requires_grad", "metadata")
 # The evidence for "same": the weakest by which any tensor counts as the same.
 BYTES, VALUES, TOLERANCE, SHAPES = "bytes", "values", "values within the tolerance", "shapes"
-_EVIDENCE = "byte for byte", "by their values", "within the tolerance", "by shape and type"
-EVIDENCE = dict(zip((BYTES, VALUES, TOLERANCE, SHAPES), _EVIDENCE, strict=True))
+EVIDENCE = {BYTES: "byte for byte", VALUES: "by their values", TOLERANCE: "within the tolerance"}
+EVIDENCE[SHAPES] = "by shape and type"  # of tensors without values, on the meta device
 ROWS, NAMES = 9, 40  # of a kind of difference, unless all are asked for; columns for their names
 STRIP, LAYERS = "▁▂▃▄▅▆▇█", 24  # levels of change; characters at most
 _ASPECTS = {"value": "plain entries", "values": "values of tensors"}

@@ -82,8 +82,9 @@ class Chain:
         if is_url(path):  # a name in the working directory; for `runs/` and `.` one beside the folder
             path = os.path.basename(path.rstrip("/"))
         elif os.path.basename(path) in ("", ".", ".."):
-            above = os.path.basename(path := os.path.normpath(path)) in (".", "..")
-            path = os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path)))) if above else path
+            path = os.path.normpath(path)
+            if os.path.basename(path) in (".", ".."):
+                path = os.path.normpath(os.path.join(path, "..", os.path.basename(absolute(path))))
         stem, ending = parted(path)[0], self._suffix_of(path)
         ending = "" if ending.endswith(".index.json") else ending  # the output for an index is a folder
         ending = ending if self._suffix is None else self._suffix

@@ -19,7 +19,7 @@ from ckptool.analysis.words import shape_text
 from ckptool.checkpoint import Checkpoint, Composite, Computed, FileRange, Note, PartKind, PartOf, Storage, TensorEntry
 from ckptool.checkpoint.arrays import fold
 from ckptool.checkpoint.blocks import mismatch
-from ckptool.checkpoint.dtypes import Array, has_numbers, numbers
+from ckptool.checkpoint.dtypes import Array, has_numbers, numbers, part_type
 from ckptool.checkpoint.files import Folder, Input, Source, folder_at, unchanged
 from ckptool.checkpoint.jobs import Jobs, checked_jobs
 from ckptool.checkpoint.numpy_arrays import tensors_and_arrays
@@ -56,8 +56,7 @@ from ckptool.formats.zip.directory import LOCAL, Archive, Record, read_archive, 
 
 ALL, SOME, NONE = "all", "some", "none"
 # Bits of the exponent, in an integer of as many bytes: all set, it is infinite or no number.
-_BITS = {"f64 c128": ("u8", 0x7FF << 52), "f32 c64": ("u4", 0xFF << 23), "f16 c32": ("u2", 31 << 10)}
-_EXPONENTS = {name: bits for names, bits in {**_BITS, "bf16 bc32": ("u2", 255 << 7)}.items() for name in names.split()}
+_EXPONENTS = {"f64": ("u8", 0x7FF << 52), "f32": ("u4", 0xFF << 23), "f16": ("u2", 31 << 10), "bf16": ("u2", 255 << 7)}
 
 BLOCK = 4 << 20  # bytes that are read at once
 SHOWN = 20  # of a kind
@@ -570,7 +569,7 @@ def non_finite(part: Checkpoint, *, damaged: bool = False) -> tuple[list[NonFini
                     unsearched.append(address(path))
                     allowance += entry.nbytes if allowance < 0 else 0
                     continue
-                dtype, (kind, mask) = entry.dtype, _EXPONENTS.get(entry.dtype.name, ("u1", 0))
+                dtype, (kind, mask) = entry.dtype, _EXPONENTS.get(part_type(entry.dtype).name, ("u1", 0))
                 exponent, nans, infs = numpy.array(mask, kind), 0, 0
                 try:
                     fold(count, in_storage_order(entry) or entry)

@@ -168,7 +168,7 @@ def dtype_of(dtype: object) -> DType:
 
 CHUNK = 1 << 16  # elements at a time: the working arrays of one chunk stay in the second-level cache
 _BLOCK = 1024
-_HALVES = {"c32": "f16", "bc32": "bf16"}  # complex types that numpy does not have, and the type of their two parts
+_PARTS = {"c128": "f64", "c64": "f32", "c32": "f16", "bc32": "bf16"}  # of a complex type
 # The types for which computed values were too large, and became infinite, since a writer set it.
 TOO_LARGE: ContextVar[set[str]] = ContextVar("TOO_LARGE", default=set())  # noqa: B039, nobody reads that
 
@@ -196,9 +196,14 @@ def aligned(length: int) -> Array:
     return memory[start : start + length]
 
 
+def part_type(dtype: DType) -> DType:
+    """The type of the two parts of a complex type; any other type itself."""
+    return by_name(_PARTS.get(dtype.name, dtype.name))
+
+
 def has_numbers(dtype: DType) -> bool:
     """True if `numbers` can read the type; packed types (4-bit and smaller) are opaque."""
-    return dtype.numpy is not None or dtype.name in _HALVES
+    return part_type(dtype).numpy is not None
 
 
 def numbers(raw: Array, dtype: DType, work: str = "") -> Array:
@@ -210,8 +215,8 @@ def numbers(raw: Array, dtype: DType, work: str = "") -> Array:
     """
     import numpy
 
-    if dtype.name in _HALVES:
-        return numbers(raw, by_name(_HALVES[dtype.name]), work).view(numpy.complex64)
+    if dtype.kind == "complex" and dtype.numpy is None:
+        return numbers(raw, part_type(dtype), work).view(numpy.complex64)
     if not has_numbers(dtype):
         raise packed(dtype)
     if dtype.kind == "bool":
@@ -312,10 +317,9 @@ def resolve(raw: Array, dtype: DType, flags: Flags) -> Array:
     import numpy
 
     if flags.conj or flags.neg:
-        values = raw.view(by_name(_HALVES.get(dtype.name, dtype.name)).to_numpy())
+        values = raw.view(part_type(dtype).to_numpy())
         if flags.conj and dtype.kind == "complex":
-            imaginary = values[1::2] if dtype.name in _HALVES else values.imag
-            numpy.negative(imaginary, out=imaginary)
+            numpy.negative(values[1::2], out=values[1::2])
         if flags.neg and dtype.kind != "bool":
             numpy.negative(values, out=values)
     return raw

@@ -7,7 +7,7 @@ group; torchtitan stores those below `optimizer.`. torch.distributed.checkpoint 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ckptool.checkpoint import TensorEntry
@@ -105,11 +105,7 @@ def _unflattened(node: dict[Any, Any]) -> dict[Any, Any]:
                 raise Corrupt(f"an optimizer's key {key[:200]} leads through another value", "It was damaged.")
         state[flat.inner[-1]] = value
     for prefix, names in options.items():
-        groups: dict[Any, dict[str, Any]] = {}  # of names with the same options, in the order in which they come
-        for name, values in names.items():
-            key = tuple(sorted((option, text_of(value)) for option, value in values.items()))
-            groups.setdefault(key, {**values, "params": []})["params"].append(name)
-        (result[prefix[:-1]] if prefix else result)["param_groups"] += groups.values()
+        (result[prefix[:-1]] if prefix else result)["param_groups"] += _groups(names)
     return result
 
 
@@ -132,12 +128,21 @@ def _flat_as(node: dict[Any, Any], before: Any) -> dict[Any, Any]:
     return same_kind(node, items | (flattened(node) if "" in prefixes else {})) if prefixes else node
 
 
-def text_of(value: Any) -> str:
-    """A text that is the same for equal tensors, plain values, and lists of these."""
-    if isinstance(value, TensorEntry):
-        return repr((value.dtype, value.shape, value.bytes() if value.nbytes <= _SMALL else value.view))
-    types = {*map(type, value if isinstance(value, (list, tuple)) else (value,))}
-    return repr(value) if types <= {str, int, float, bool, type(None)} else f"<{id(value)}>"
+def _groups(options: Mapping[str, dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    """The parameter groups: names with the same options, in the order in which they come."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, values in options.items():
+        texts = []  # the same for equal tensors, plain values, and lists of these
+        for option, value in sorted(values.items()):
+            if isinstance(value, TensorEntry):
+                data = value.bytes() if value.nbytes <= _SMALL else value.view
+                texts.append((option, repr((value.dtype, value.shape, data))))
+                continue
+            types = {*map(type, value if isinstance(value, (list, tuple)) else (value,))}
+            is_plain = types <= {str, int, float, bool, type(None)}
+            texts.append((option, repr(value) if is_plain else f"<{id(value)}>"))
+        groups.setdefault(tuple(texts), {**values, "params": []})["params"].append(name)
+    return groups.values()
 
 
 def flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 from ckptool.analysis.diff import diff
 from ckptool.checkpoint import Checkpoint, Composite, Note, TensorEntry
 from ckptool.checkpoint.arrays import elementwise, fold
-from ckptool.checkpoint.dtypes import Array, by_name, numbers, rounded, scratch
+from ckptool.checkpoint.dtypes import Array, numbers, part_type, rounded, scratch
 from ckptool.checkpoint.nodes import same_kind
 from ckptool.checkpoint.numpy_arrays import array_entry
 from ckptool.checkpoint.paths import literal
@@ -36,7 +36,6 @@ from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed
 from ckptool.formats import DEFAULT
 from ckptool.formats.model_folder import ADAPTER, CONFIG, config_beside
 
-_COMPONENTS = {"c32": "f16", "bc32": "bf16", "c64": "f32", "c128": "f64"}
 _PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
 _DIGIT = 16  # bits of a pattern that are counted in one pass
 _SMALL = 1 << 14  # up to so many patterns are sorted instead
@@ -93,7 +92,7 @@ class _Merged:
 
     def __init__(self, entries: Sequence[TensorEntry], how: Merge, name: str) -> None:
         self.entries, self.how, self.name = entries, how, name
-        self.dtype = by_name(_COMPONENTS.get(entries[0].dtype.name, entries[0].dtype.name))
+        self.dtype = part_type(entries[0].dtype)
         self.count = entries[0].nbytes // self.dtype.itemsize
         self.kind = "f8" if self.dtype.itemsize >= METHODS[how.method].wide else "f4"
         self.formula: Piece | None = None
@@ -428,7 +427,7 @@ def average(
         kind = type(value).__name__ if entry is None else "a numpy array"
         if isinstance(value, (TensorEntry, Composite)):
             kind = f"of type {value.dtype.name}" if isinstance(value, TensorEntry) else f"a {value.kind} tensor"
-        is_number = entry is not None and (entry.dtype.is_float or entry.dtype.name in _COMPONENTS)
+        is_number = entry is not None and entry.dtype.kind in ("float", "complex")
         has_mean = is_number and entry is value
         # A counter is one number, and may differ; codes, indices and what holds tensors belong to the other tensors.
         belongs = any(tensors(value)) if entry is None else is_number or entry.numel > 1

@@ -191,7 +191,8 @@ class Reference:
         they stay as they are, as in one that was loaded."""
         if not life.steps or life.reached != (length := len(self.steps)):
             return []
-        last, looks, averages = self.facts[-1], sum(not step.age for step in self.steps), set[Key]()
+        last, looks = self.facts[-1], sum(not step.age for step in self.steps)
+        averages = set()
         for key in self.differing(length - 1, life.steps[-1]):
             moves = sum(one.get(key) != other.get(key) for one, other in pairwise(self.facts))
             first, final = (step.found.get(key[1], "") for step in (life.steps[0], life.steps[-1]))
@@ -208,7 +209,8 @@ class Reference:
         keys = self.differing(index, other) if keys is None else keys
         prefixes = tuple(f"{name}." for kind, name in keys if kind in (SCHEDULER, WEIGHTS))
         keys = {key for key in keys if not key[1].startswith(prefixes)}
-        kinds, mine, theirs = [*_WORDS], self.facts[index], other.facts()
+        kinds = list(_WORDS)
+        mine, theirs = self.facts[index], other.facts()
         relevant = {key for key in keys if key[0] not in _EFFECTS or _MEMORY.fullmatch(mine[key])} or keys
         if relevant == {(BATCH, "")}:  # a number of the script may be the cause, but no tensor: that is of the batch
             relevant |= {key for key in keys if key[0] == VALUE and not mine[key].startswith(f"{VALUE}: [")}
@@ -216,7 +218,8 @@ class Reference:
         groups: dict[Key, list[Key]] = {}  # what is put back together
         drawing = {name.split(".")[0] for kind, name in ranked if kind == GENERATOR and "." in name}
         for key in ranked:
-            group = kind, owner = key[0], re.split(r"[.\[#]", key[1])[0]
+            kind, owner = key[0], re.split(r"[.\[#]", key[1])[0]
+            group = kind, owner
             if kind in (BATCH, GENERATOR, RANDOM) or (kind == ATTRIBUTE and owner in drawing):
                 group = BATCH, ""  # with the generators that it was drawn with, and the objects that have them
             elif kind in (RATE, SCHEDULER):
