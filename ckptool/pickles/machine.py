@@ -170,11 +170,8 @@ class Machine:
             elif op == 0x2E:  # STOP
                 reader.at = pos
                 if marks or len(stack) != 1:
-                    raise reader.corrupt(
-                        pos,
-                        f"{counted(len(stack) + sum(map(len, marks)), 'value is', 'values are')} left on the stack "
-                        "instead of one",
-                    )
+                    left = counted(len(stack) + sum(map(len, marks)), "value is", "values are")
+                    raise reader.corrupt(pos, f"{left} left on the stack instead of one")
                 return stack[0]
             elif op == 0x93:  # STACK_GLOBAL
                 attribute, module = stack.pop(), stack.pop()
@@ -190,9 +187,8 @@ class Machine:
             elif op == 0x80:  # PROTO
                 self.protocol = data[pos]
                 if self.protocol > 5:
-                    raise Unsupported(f"unknown pickle protocol {self.protocol}", "Protocols 0 to 5 exist.").within(
-                        f"byte {pos:,}"
-                    )
+                    what = f"byte {pos:,}: unknown pickle protocol {self.protocol}"
+                    raise Unsupported(what, "Protocols 0 to 5 exist.")
                 pos += 1
             elif op == 0x95:  # FRAME
                 if stubs is None:  # nobody looked whether an opcode runs past the end of one
@@ -271,10 +267,7 @@ class Machine:
             else:
                 raise reader.corrupt(pos, f"0x{op:02x} is not a pickle opcode")
         reader.at = pos
-        raise LimitExceeded(
-            f"more than {counted(self.limit, 'opcode')}",
-            "A file of this size cannot need so many; it is probably malicious.",
-        )
+        raise LimitExceeded(f"more than {counted(self.limit, 'opcode')}")
 
     def _unmark(self, marks: list[list[Any]], pos: int) -> list[Any]:
         if not marks:

@@ -43,7 +43,7 @@ class PickleReader:
         self.at = pos
         return Corrupt(what, DAMAGED)
 
-    def beyond(self, pos: int, what: str, why: str) -> LimitExceeded:
+    def beyond(self, pos: int, what: str, why: str = "") -> LimitExceeded:
         """The error for an exceeded limit at byte `pos`."""
         self.at = pos
         return LimitExceeded(what, why)
@@ -156,13 +156,11 @@ class ObjectMaker:
         if not (module.isprintable() and attribute.isprintable()):
             raise self.reader.corrupt(pos, f"the name {module[:200]}.{attribute[:200]}")
         if (length := len(module) + len(attribute)) > MAX_NAME:
-            what = f"a class or function with a name of {counted(length, 'character')}"
-            raise self.reader.beyond(pos, what, "No program uses such names; the file is probably malicious.")
+            raise self.reader.beyond(pos, f"a class or function with a name of {counted(length, 'character')}")
         node = Global(module, attribute)
         self.names[node] = None
         if len(self.names) > MAX_NAMES:
-            what = f"more than {MAX_NAMES:,} different classes and functions"
-            raise self.reader.beyond(pos, what, "Real checkpoints do not name so many; the file is probably malicious.")
+            raise self.reader.beyond(pos, f"more than {MAX_NAMES:,} different classes and functions")
         return node
 
     def computed(self, module: Any, attribute: Any, pos: int) -> CkptoolError:
@@ -225,12 +223,10 @@ class ObjectMaker:
     def _check_key(self, key: Any, pos: int, depth: int = 0) -> None:
         if type(key) is tuple:
             if depth == MAX_KEY_DEPTH:
-                what = "a dictionary key of tuples within tuples"
-                raise self.reader.beyond(pos, what, "Hashing it could take practically forever.")
+                raise self.reader.beyond(pos, "a dictionary key of tuples within tuples")
             self.hashed += len(key)
             if self.hashed > self.limit:
-                what = f"dictionary keys of more than {counted(self.limit, 'part')}"
-                raise self.reader.beyond(pos, what, "Hashing them could take practically forever.")
+                raise self.reader.beyond(pos, f"dictionary keys of more than {counted(self.limit, 'part')}")
             for part in key:
                 self._check_key(part, pos, depth + 1)
         elif key != key:
@@ -272,8 +268,7 @@ class ObjectMaker:
             elif type(part) is str:
                 self.budget -= len(part) // 64
         if self.budget < 0:
-            why = "Checking it each time would take too long; the file is probably malicious."
-            raise self.reader.beyond(self.reader.at, "objects that share parts", why)
+            raise self.reader.beyond(self.reader.at, "objects that share parts, too many to check each time")
         if not is_quiet(node):
             self.objects[id(node)] = node
 
