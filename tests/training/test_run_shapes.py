@@ -129,7 +129,9 @@ def files(folder: Path) -> dict[str, Any]:
 
 def trial(folder: Path, which: Which, kills: list[tuple[int, int]]) -> None:
     """kills: before which line, and by which signal; all of them come in one run, one after the other."""
-    compare(folder, script(*which), OPTIONS[ALL.index(which) % len(OPTIONS)], kills)
+    source, options = script(*which), OPTIONS[ALL.index(which) % len(OPTIONS)]
+    compare(folder, source, options, kills)
+    compare(folder, source, options, [])  # it is finished
 
 
 def compare(folder: Path, source: str, options: dict[str, Any], kills: list[tuple[int, int]]) -> None:
@@ -139,11 +141,10 @@ def compare(folder: Path, source: str, options: dict[str, Any], kills: list[tupl
         code = runs(source, folder / "killed", options, line, number)
         assert code in (0, -signal.SIGKILL, -signal.SIGTERM, 143), line
     whole = files(folder / "whole")
-    for _ in range(2):  # the second time it is finished
-        assert runs(source, folder / "killed", options) == 0
-        killed = files(folder / "killed")
-        assert sorted(whole) == sorted(killed)
-        assert [name for name in whole if whole[name] != killed[name]] == []
+    assert runs(source, folder / "killed", options) == 0
+    killed = files(folder / "killed")
+    assert sorted(whole) == sorted(killed)
+    assert [name for name in whole if whole[name] != killed[name]] == []
 
 
 def seeded(which: Which, count: int, number: int) -> list[tuple[int, int]]:
@@ -151,12 +152,12 @@ def seeded(which: Which, count: int, number: int) -> list[tuple[int, int]]:
     return [(rng.randrange(25, 130), number) for _ in range(count)]
 
 
-@pytest.mark.parametrize("which", random.Random(0).sample(ALL, 9), ids=", ".join)
+@pytest.mark.parametrize("which", random.Random(0).sample(ALL, 6), ids=", ".join)
 def test_a_loop_killed_at_any_line_ends_with_the_same_files(tmp_path: Path, which: Which) -> None:
     trial(tmp_path, which, seeded(which, 2, signal.SIGKILL))
 
 
-@pytest.mark.parametrize("which", random.Random(1).sample(ALL, 5), ids=", ".join)
+@pytest.mark.parametrize("which", random.Random(1).sample(ALL, 3), ids=", ".join)
 def test_a_loop_stopped_at_any_line_ends_with_the_same_files(tmp_path: Path, which: Which) -> None:
     trial(tmp_path, which, seeded(which, 2, signal.SIGTERM))
 
@@ -258,23 +259,6 @@ ODD = {
             "    run.save(every=3)\n"
         ),
     ),
-    "random numbers in bodies of run.epochs": (
-        "",
-        "",
-        (
-            "for epoch in run.epochs(14):\n    batch = torch.rand(3, 4) + random.random()\n"
-            f"    {STEP}    run.log(loss=loss)\n    run.save(every=3)\n"
-        ),
-    ),
-    "two loops and a line between": (
-        "",
-        "",
-        (
-            f"for epoch in run.epochs(2):\n    for step, batch in run.batches(loader):\n        {STEP}"
-            "        run.save(every=3)\nrun.log(between=1)\n"
-            f"for step, batch in run.batches(loader, steps=14):\n    {STEP}    run.save(every=3)\n"
-        ),
-    ),
     "a memory that shares what it holds with a value": (
         (
             "class Memory:\n    seen = []\n    def state_dict(self):\n        return {'seen': self.seen}\n"
@@ -325,14 +309,6 @@ ODD = {
         (
             "for epoch in run.epochs(4):\n    for step, (number, batch) in run.batches(lambda: enumerate(loader)):\n"
             f"        {STEP}        run.log(sum=float(batch.sum()))\n        run.save(every=3)\n"
-        ),
-    ),
-    "a set that grows": (
-        "",
-        "",
-        (
-            f"for step, batch in run.batches(loader, steps=14):\n    {STEP}    run['seen'] = run.get('seen', set())\n"
-            "    run['seen'].add(step)\n    run.save()\n"
         ),
     ),
     "epochs, and then steps": (
