@@ -196,7 +196,7 @@ ALL = list(itertools.product(("ddp", "fsdp"), SHAPES, (1, 2), (2, 3), ("one", "a
 
 
 @pytest.mark.long("three runs of several processes")
-@pytest.mark.parametrize("kind, shape, window, world, which", sliced(ALL, 2))
+@pytest.mark.parametrize("kind, shape, window, world, which", sliced(ALL, 1))
 def test_killed_in_one_or_all_processes_it_ends_with_the_same_files(
     tmp_path: Path, kind: str, shape: str, window: int, world: int, which: str
 ) -> None:
