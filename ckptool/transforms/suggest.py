@@ -285,8 +285,8 @@ class Search:
             if 2 * len(doubtful) < len(pairs) or not without_wrappers(old or new):
                 instead = f"in place of {printable(old)!r}" if old else "before them"
                 how = f"with {printable(new)!r} {instead}" if new else f"without {printable(old)!r}"
-                whole = {key: goal for keys in pairs.values() for key, goal in keys.items()}
-                self._accept(whole, f"{how} the names are the target's")
+                renames = {key: goal for keys in pairs.values() for key, goal in keys.items()}
+                self._accept(renames, f"{how} the names are the target's")
                 accepted += [(old, new)] if HOLE not in old + new else []
         # The search goes on with new names for the keys below; one that the target has is its own, in another shape.
         below = {k: new + k.removeprefix(old) for old, new in accepted for k in self.free[0] if k.startswith(old)}
