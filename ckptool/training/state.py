@@ -302,15 +302,15 @@ def ranks_with_own(
     outcomes = gather((refused, digests))
     for what in (text for text, _ in outcomes if text):
         raise not_saved(what)
-    own = {key: states[key] for key, digest in digests.items() if outcomes[0][1].get(key) != digest}
-    return gather({**rank, **({"own": own} if own else {})})
+    differing = {key: states[key] for key, digest in digests.items() if outcomes[0][1].get(key) != digest}
+    return gather({**rank, **({"own": differing} if differing else {})})
 
 
 def with_own(tree: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, Any]:
     """A saved tree with the states of a process, of which `ranks_with_own` gave `rank`; of modules it has buffers."""
-    own = rank.get("own", {})
-    modules = {key.removesuffix(BUFFERS) + SUFFIX: part for key, part in own.items() if key.endswith(BUFFERS)}
-    return {**tree, **own, **{key: {**tree[key], **part} for key, part in modules.items()}}
+    states = rank.get("own", {})
+    modules = {key.removesuffix(BUFFERS) + SUFFIX: part for key, part in states.items() if key.endswith(BUFFERS)}
+    return {**tree, **states, **{key: {**tree[key], **part} for key, part in modules.items()}}
 
 
 def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
