@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import ckptool
-from ckptool.errors import Corrupt
 from ckptool.formats import damaged
 from ckptool.verbs.recover import Recovery, recover
 from tests.support.files import load, saved, written
@@ -52,11 +50,3 @@ def test_an_edit_whose_pickle_is_whole_is_kept(tmp_path: Path) -> None:
         done, tree = recovered(flipped(data, place), tmp_path)
         assert tree["epoch"] == (1 if place < at else 2), place - at
         assert (done.how == damaged.UNDONE) is (place < at)
-
-
-def test_no_state_is_passed_over_for_one_before_it(tmp_path: Path) -> None:
-    _, first, second = edited(tmp_path / "e.pt", 2)
-    at = second.rindex(b"PK\x07\x08", 0, second.rindex(b"PK\x01\x02"))
-    for place in range(entry := first.index(b"PK\x01\x02") + 16, entry + 4):  # a checksum in the state before
-        with pytest.raises(Corrupt, match="its pickle is lost"):
-            recovered(flipped(second, at - 1, place), tmp_path)
