@@ -115,7 +115,7 @@ class AcceleratorCheckpoints:
         states: dict[str, Any] = {}
         if accelerator.num_processes > 1:
             states = {name + SUFFIX: state for name, state in self.objects.states_of_others().items()}
-            states |= {name + SUFFIX: self.objects.buffers(name) for name in self.objects.modules}
+            states |= self.objects.buffers()
         rank = self._fetches.state(0 if is_epoch_end else self._fetches.fetched)
         ranks = ranks_with_own(rank, states, lambda value: gather_object([value]))
         target = os.path.join(self.folder, f"checkpoint_{self.step}")

@@ -255,10 +255,8 @@ def dotted(place: Place) -> str:
 
 def reopen_to_prune(folder: str, changes: Sequence[str], *, write: bool) -> RunFolder:
     """An existing run of the harness or of `ckptool.Run`, with changes of its retention for this time only."""
-    run_id, text = run_folder.recorded(folder)
-    recorded = run_folder.values_of(text)
-    if LOOP in recorded:  # a run of `ckptool.Run` records its rules in the form of a configuration
-        values = run_folder.last_config(folder, run_id, recorded)
+    _, values = run_folder.recorded(folder)
+    if LOOP in values:  # a run of `ckptool.Run` records its rules in the form of a configuration
         sections = {"train": {"steps": 1}, "save": values.get("save", {}), "eval": values.get("eval", {})}
     else:
         sections = recorded_config(folder)[1].dumped()
@@ -277,16 +275,12 @@ def recorded_config(folder: str) -> tuple[str, Config]:
 
     Raises `UsageError` for a folder that is no run of the harness.
     """
-    run_id, text = run_folder.recorded(folder)
-    path = os.path.join(folder, CONFIG)
-    if script := run_folder.values_of(text).get(LOOP):
+    run_id, values = run_folder.recorded(folder)
+    if script := values.get(LOOP):
         what = f"{folder} is a run of ckptool.Run in {script!s}, not of `ckptool train`"
         why = "Only that script can make its model and data."
         raise UsageError(what, why, "Run the script again: it resumes by itself.")
-    values, lines = loaded(text, path)
-    config = checked(values, path, lines)
-    values = run_folder.last_config(folder, run_id, {})
-    return run_id, checked({**values, "run": config.run}, path) if values else config
+    return run_id, checked({**values, "run": folder}, os.path.join(folder, CONFIG))
 
 
 # What --init and --schema give ----------------------------------------------------------------------------------------

@@ -102,9 +102,7 @@ class Run:
         self._has_batches = False  # in this epoch of `run.epochs`
         self._caught = ExitStack()  # signals, in a loop
         self._waits: tuple[int, int] | None = None  # a save, since this step and this count of `_window.steps`
-        self._unreached: Point | None = None  # of a commit in progress, or one that failed
         self._failed: BaseException | None = None  # a commit at `break`: Python drops what a generator raises there
-        self._raised = False  # in this loop, by the data, a metric or a commit
         self._ended: dict[str, int] | None = None  # by `break`: the length that the loop had then
         self._initial_random = rng.global_states()
         self._drawn: set[str] = set()  # the global generators that were ever drawn from
@@ -416,10 +414,10 @@ class Run:
                         self._at_point(self._point(), stop=stop)
             except GeneratorExit:
                 by_break = False if self._closed else left_by_break(loop)
-                if by_break is None and self._saver.step != self.step and not self._raised:
+                if by_break is None and self._saver.step != self.step:
                     self.say(
-                        f"step {self.step:,} was not saved: what is around {name} ended the loop, or failed; leave it "
-                        "by `break`, or put it inside: run.batches(lambda: islice(loader, 100))"
+                        f"step {self.step:,} was not saved: the data failed, or what is around {name} ended the loop; "
+                        "leave it by `break`, or put it inside: run.batches(lambda: islice(loader, 100))"
                     )
                 if by_break:
                     if is_nested:
@@ -469,9 +467,6 @@ class Run:
                 item = next(data, _END)  # before the commit: without a next batch this is the end of the epoch
                 if point is not None and item is not _END:
                     self._at_point(point, stop=stop)
-        except Exception:
-            self._raised = True
-            raise
         finally:
             data.close()  # its workers, too
 
@@ -483,7 +478,7 @@ class Run:
             fix = "Nest like this: for epoch in run.epochs(4): for step, batch in run.batches(loader): …"
             raise UsageError(what, "Steps of nested loops cannot be distinguished.", fix)
         self._begin_resumed(nested=name == "run.epochs")
-        self._loop, first, self._raised = name, self.step, False
+        self._loop, first = name, self.step
         try:
             with self._caught as caught:
                 caught.enter_context(stopping(self._signals, self._stop))
@@ -494,10 +489,6 @@ class Run:
             if self.step > first:  # a later loop goes on as a resumed run does
                 self._random = self._capture(self._generators())
                 self.position.loader_state = self.position.rank_state()["loader"]  # of a stateful one
-            # After a failed commit, the batch that was fetched is taken back; a `TrainerRun` has no rank state.
-            if (point := self._unreached) is not None and point.rank:
-                self.position.restore(point.place, point.rank)
-                self._random, self._unreached = point.rank["now"], None
 
     def _is_over(self, length: dict[str, int]) -> bool:
         """True after so many steps or epochs, or if `break` has ended a loop of as many, or more."""
@@ -575,9 +566,7 @@ class Run:
     def _at_point(self, point: Point, *, stop: bool) -> None:
         """Commits a save that was marked, or one to stop the run, and stops it. point: the state of the data."""
         if self._marked is not None or self._saver.step != self.step:
-            self._unreached = point
             self._commit(point, {"stop": True} if self._marked is None else {})
-            self._unreached = None
         if stop:
             self._saver.wait()
             self._stop.number = max(self.world.gather(self._stop.number))  # it may have come to one process alone
@@ -650,8 +639,7 @@ class Run:
             states: dict[str, Any] = {}
             if self.world.distributed and point.rank:  # a `TrainerRun` has no rank state
                 states = {"values": self.values, **{name + SUFFIX: state for name, state in point.states.items()}}
-                not_broadcast = self.objects.modules.keys() - self._broadcast
-                states |= {name + SUFFIX: self.objects.buffers(name) for name in not_broadcast}
+                states |= self.objects.buffers(without=self._broadcast)
             ranks = ranks_with_own(point.rank, states, self.world.gather)
             return self._tree(point, ranks) if self.world.is_first or self.objects.is_divided else {}
 

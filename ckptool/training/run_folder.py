@@ -88,8 +88,8 @@ def create(folder: str, settings: dict[str, Any], retention: Retention) -> RunFo
 
 def reopen(folder: str, retention: Retention, *, write: bool = True) -> RunFolder:
     """An existing run. Raises `Conflict` where its files are something else's."""
-    run_id, text = recorded(folder)
-    run = RunFolder(folder, run_id, retention, by_script=LOOP in values_of(text))
+    run_id, values = recorded(folder)
+    run = RunFolder(folder, run_id, retention, by_script=LOOP in values)
     _refuse_foreign(folder, (HISTORY, METRICS), run.elsewhere)
     if write:
         run.lock = Lock(folder, run.elsewhere)
@@ -112,8 +112,12 @@ def is_run(folder: str) -> bool:
     return os.path.isfile(path) and _ID.search(read_small_text(path, "a configuration", MAX_CONFIG)) is not None
 
 
-def recorded(folder: str) -> tuple[str, str]:
-    """The id of a run, and its run.yaml. Raises `UsageError` for a folder that is no run."""
+def recorded(folder: str) -> tuple[str, dict[str, Any]]:
+    """The id of a run, and its configuration as it was last changed; run.yaml is written only once.
+
+    Each change is in the history before a checkpoint is saved with it, whose sidecar has it too; so nothing is lost
+    with a history that was deleted. Raises `UsageError` for a folder that is no run, `Corrupt` for a damaged run.yaml.
+    """
     path = os.path.join(folder, CONFIG)
     if not os.path.isfile(path):
         if os.path.isdir(folder) and checkpoints_in(folder):
@@ -122,19 +126,12 @@ def recorded(folder: str) -> tuple[str, str]:
     text = read_small_text(path, "the configuration of a run", MAX_CONFIG)
     if (match := _ID.search(text)) is None:
         raise Corrupt(f"{path} is not a run's configuration", "It does not begin with the run's id.")
-    return match[1], text
-
-
-def last_config(folder: str, run_id: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a run as it was last changed. config: that of its run.yaml, which is written only once.
-
-    Each change is in the history before a checkpoint is saved with it, whose sidecar has it too; so nothing is lost
-    with a history that was deleted.
-    """
-    run = RunFolder(folder, run_id)
+    if not (values := values_of(text)):
+        raise Corrupt(f"{path} is not a run's configuration", "It was changed, or damaged.")
+    run = RunFolder(folder, match[1])
     facts = [saved.sidecar or {} for saved in run.all()]
     facts += (fact for fact in run.history.read() if fact.get("event") == CHANGED)
-    return [config, *(changed for fact in facts if isinstance(changed := fact.get("config"), dict))][-1]
+    return match[1], [values, *(changed for fact in facts if isinstance(changed := fact.get("config"), dict))][-1]
 
 
 # Whose files they are ------------------------------------------------------------------------------------------------
@@ -261,13 +258,9 @@ def inspect_run(run: PathLike, *, full: bool = False) -> RunReport:
     Raises `UsageError` for a folder that is not a run, `Corrupt` for one whose run.yaml cannot be read.
     """
     name = folder_of(run)
-    run_id, text = recorded(name)
-    if not (config := values_of(text)):
-        path = os.path.join(name, CONFIG)
-        raise Corrupt(f"{path} is not a run's configuration", "It was changed, or damaged.")
+    run_id, config = recorded(name)
     folder = RunFolder(name, run_id)
     history = list(folder.history.read())
-    config = last_config(name, run_id, config)
     sections = {key: value for key, value in config.items() if isinstance(value, dict)}
     save, evaluation, train = (sections.get(key, {}) for key in ("save", "eval", "train"))
     metric, mode = str(evaluation.get("metric", "")), str(evaluation.get("mode", "min"))

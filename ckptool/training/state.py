@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from ckptool.training.saving import not_plain, not_saved, plain_state, refuse_no
 Optimizer = torch.optim.Optimizer
 Schedule = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 _KINDS = (nn.Module, Optimizer, *Schedule, GradScaler)
-SUFFIX = "_state_dict"
+SUFFIX, BUFFERS = "_state_dict", "_buffers"
 FLAGS: Any = (("training", nn.Module.named_modules), ("requires_grad", nn.Module.named_parameters))
 
 
@@ -211,11 +211,18 @@ class Objects:
                     "x = torch.nn.Parameter(x), and give x=torch.nn.ParameterList([x])",
                 )
 
-    def buffers(self, name: str) -> dict[str, Any]:
-        """The part of a module's state that no optimizer trains, which may differ between processes."""
-        module = self.modules[name]
-        parameters = {key for key, _ in module.named_parameters(remove_duplicate=False)}
-        return {key: value for key, value in module.state_dict().items() if key not in parameters}
+    def buffers(self, without: Collection[str] = ()) -> dict[str, Any]:
+        """The parts of modules' states that no optimizer trains, which may differ between processes, by `NAME_buffers`.
+
+        without: the names of modules whose buffers do not differ.
+        """
+        buffers = {}
+        for name, module in self.modules.items():
+            if name not in without:
+                parameters = {key for key, _ in module.named_parameters(remove_duplicate=False)}
+                parts = {key: value for key, value in module.state_dict().items() if key not in parameters}
+                buffers[name + BUFFERS] = parts
+        return buffers
 
     def flags(self) -> dict[str, Any]:
         """What no state dict has of modules: flag -> the parts or parameters for which it is False.
@@ -284,33 +291,26 @@ def evaluation_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
 def ranks_with_own(
     rank: Mapping[str, Any], states: Mapping[str, Any], gather: Callable[[Any], list[Any]]
 ) -> list[dict[str, Any]]:
-    """What is saved for each process: its `rank`, and how its states differ from those of the first one: their parts,
-    under `own`, and the names that only that has, under `lacking`.
+    """What is saved for each process: its `rank`, and under `own` those of its states that differ from the first one's.
 
     gather: gives the values of all processes. Raises `UsageError` in all of them for a state that is not plain.
     """
-    dicts = {key: plain_state(state) for key, state in states.items() if isinstance(state, dict)}
-    names = {key.removesuffix(SUFFIX): not_plain(state) for key, state in dicts.items()}
+    states = {key: plain_state(state) if isinstance(state, dict) else state for key, state in states.items()}
+    names = {key.removesuffix(SUFFIX): not_plain(state) for key, state in states.items()}
     refused = next((f"the state of {key} holds {name}" for key, name in names.items() if name), "")
-    digests = {} if refused else {key: {name: state_digest(part) for name, part in dicts[key].items()} for key in dicts}
+    digests = {} if refused else {key: state_digest(state) for key, state in states.items()}
     outcomes = gather((refused, digests))
     for what in (text for text, _ in outcomes if text):
         raise not_saved(what)
-    first, parts, lacking = {key: outcomes[0][1].get(key, {}) for key in digests}, {}, {}
-    for key, texts in digests.items():
-        parts[key] = {name: dicts[key][name] for name, text in texts.items() if first[key].get(name) != text}
-        lacking[key] = [name for name in first[key] if name not in texts]
-    differs = any((*parts.values(), *lacking.values()))
-    return gather({**rank, **({"own": parts, "lacking": lacking} if differs else {})})
+    differing = {key: states[key] for key, digest in digests.items() if outcomes[0][1].get(key) != digest}
+    return gather({**rank, **({"own": differing} if differing else {})})
 
 
 def with_own(tree: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved tree with the states of a process, of which `ranks_with_own` gave `rank`."""
-    others = {key: state for key, state in tree.items() if isinstance(state, dict)}  # some that only this process has
-    states = {key: {**others.get(key, {}), **parts} for key, parts in rank.get("own", {}).items()}
-    for key, names in rank.get("lacking", {}).items():
-        states[key] = {name: part for name, part in states[key].items() if name not in names}
-    return {**tree, **states}
+    """A saved tree with the states of a process, of which `ranks_with_own` gave `rank`; of modules it has buffers."""
+    states = rank.get("own", {})
+    modules = {key.removesuffix(BUFFERS) + SUFFIX: part for key, part in states.items() if key.endswith(BUFFERS)}
+    return {**tree, **states, **{key: {**tree[key], **part} for key, part in modules.items()}}
 
 
 def _refuse_rounding(state: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
@@ -341,13 +341,10 @@ class Window:
         self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient as last used: tensor, version
         self._initial: dict[int, Any] = {}  # parameter -> its gradient when the body began
         self._stepped: set[int] = set()  # the optimizers, by index, that stepped in this body
-        self.zeroed: set[int] = set()  # those whose gradients were zeroed in place
         self.renewing: set[int] = set()  # of several, those that start afresh; saved, as saves depend on it
         self.is_adding = False  # an optimizer stepped by gradients that were added to those of its last step
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
-        for index, optimizer in enumerate(self._optimizers) if len(self._optimizers) > 1 else ():
-            _tell(optimizer, index, weakref.ref(self))
         _WINDOWS.add(self)
 
     def note_step(self, optimizer: Optimizer) -> None:
@@ -367,7 +364,7 @@ class Window:
             if len(self._optimizers) > 1:
                 gradients = _gradients(optimizer)
                 remained = any(key in self._initial and self._initial[key]() is gradient for key, gradient in gradients)
-                (self.renewing.discard if remained and index not in self.zeroed else self.renewing.add)(index)
+                (self.renewing.discard if remained else self.renewing.add)(index)
             settled = _gradients(*(self._optimizers[each] for each in self._stepped | self.renewing))
         self._used |= {key: (weakref.ref(gradient), gradient._version) for key, gradient in settled}
 
@@ -387,7 +384,7 @@ class Window:
 
     def begin(self) -> None:
         """A body of the loop begins."""
-        self._scaled, self._stepped, self.zeroed = self._updates(), set(), set()
+        self._scaled, self._stepped = self._updates(), set()
         if len(self._optimizers) > 1:
             self._initial = {key: weakref.ref(gradient) for key, gradient in _gradients(*self._optimizers)}
 
@@ -435,16 +432,3 @@ register_optimizer_step_post_hook(note_step)
 def _has_values(gradient: torch.Tensor) -> bool:
     """True for a gradient that is not zero everywhere in this process."""
     return bool(local(gradient._values() if gradient.is_sparse else gradient).any())
-
-
-def _tell(optimizer: Optimizer, index: int, window: weakref.ref[Window]) -> None:
-    """Has an optimizer report its `zero_grad`, which has no hook, to a window."""
-    itself = weakref.ref(optimizer)
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        if (watcher := window()) is not None:
-            watcher.zeroed.add(index)
-        if (live := itself()) is not None:
-            type(live).zero_grad(live, set_to_none)
-
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

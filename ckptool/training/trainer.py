@@ -293,7 +293,7 @@ def resume(
 ) -> Outcome:
     """Resumes a run where it stopped, with `KEY=VALUE` changes of keys that may change."""
     _, before = recorded_config(folder)
-    config = configfile.changed({**before.dumped(), "run": folder}, changes, os.path.join(folder, CONFIG))
+    config = configfile.changed(before.dumped(), changes, os.path.join(folder, CONFIG))
     return start(config, resume="must", assignments=changes, progress=progress, say=say)
 
 
@@ -344,7 +344,7 @@ class TrainerRun(Run):
     def save_now(self) -> None:
         """Saves the state after the last step in the middle of the loop, unless it is saved already."""
         if self._saver.step != self.step:
-            self._commit(self._unreached or self._point())  # a batch was fetched after a commit that failed
+            self._commit(self._point())
             self._saver.wait()
 
     def _restore(self, saved: SavedState) -> None:
@@ -458,8 +458,7 @@ def evaluate_run(folder: str, changes: Sequence[str], checkpoint: str | int | No
     """
     run_id, config = recorded_config(folder)
     strategy = config.strategy if config.split is not None else "single"
-    values = {**config.dumped(), "run": folder, "strategy": strategy}
-    config = configfile.changed(values, changes, os.path.join(folder, CONFIG))
+    config = configfile.changed({**config.dumped(), "strategy": strategy}, changes, os.path.join(folder, CONFIG))
     checkpoints = RunFolder(folder, run_id).all()
     rules = replace(retention_of(config), last=0, best=1, every=0).reasons(checkpoints)
     choices = {str(saved.step): saved for saved in checkpoints}

@@ -193,7 +193,7 @@ ODD_YAML = [
 PLACES = ("seed", "run", "data", "data.name", "data.args.x", "models.main.freeze", "optim.main.lr", "stop.after")
 
 
-@looped("odd", ODD_YAML, ids=range(len(ODD_YAML)), here=20, at_once=5)
+@looped("odd", ODD_YAML, ids=range(len(ODD_YAML)), here=10, at_once=5)
 def test_odd_yaml_is_taken_or_told_with_its_line(odd: str) -> None:
     """In a file, and as the value of a key; never another error than one with words."""
     for place in PLACES:

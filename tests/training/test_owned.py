@@ -53,7 +53,7 @@ def attempt(*ways: Any) -> list[CkptoolError]:
     return found
 
 
-@looped(("name", "content"), itertools.product(NAMES, CONTENTS), here=24, at_once=12)
+@looped(("name", "content"), itertools.product(NAMES, CONTENTS), here=12, at_once=12)
 def test_a_users_file_in_the_folder_of_a_new_run(tmp_path: Path, name: str, content: str) -> None:
     """It is there before the run, or in its place when the run goes on: refused, or left as it was."""
     made = config("save.every=10", run=tmp_path / "run", **PROFILE)
@@ -79,7 +79,7 @@ def test_a_users_file_in_the_folder_of_a_new_run(tmp_path: Path, name: str, cont
 @looped(
     ("name", "content"),
     itertools.product(NAMES, [each for each in CONTENTS if each not in ("nothing", "a text without an end")]),
-    here=16,
+    here=8,
     at_once=8,
 )
 def test_a_users_file_that_took_the_place_of_the_runs(tmp_path: Path, name: str, content: str) -> None:

@@ -20,6 +20,7 @@ from ckptool.training.hooks import Hooks
 from ckptool.training.parallel import Pipeline, World, place, world_of, wrapped
 from ckptool.training.trainer import gathered, start
 from tests.support import small_runs as runs
+from tests.support.looped import sliced
 from tests.support.same import first_difference
 from tests.support.several_processes import processes
 from tests.support.small_runs import assert_same_trainers, config, last, own, run_to_end, scheduled, take, toy, trainer
@@ -121,7 +122,7 @@ TOGETHER: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.long("several runs of several processes")
-@pytest.mark.parametrize("name", [*list(TOGETHER)[:3], pytest.param("a sampler", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", sliced(TOGETHER, 2))
 def test_processes_resume_to_the_same_bytes(tmp_path: Path, name: str) -> None:
     """With workers and without."""
     count, ends, sections = TOGETHER[name]

@@ -88,7 +88,7 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@looped("name", RUNS, at_once=6)
+@looped("name", RUNS, at_once=6, here=48)
 def test_a_run_that_goes_on_is_one_that_never_stopped(tmp_path: Path, name: str) -> None:
     changes, sections = RUNS[name]
     resumes(tmp_path, *changes, **sections)
@@ -141,7 +141,7 @@ LONGER: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sliced(LONGER, 12))
+@pytest.mark.parametrize("name", sliced(LONGER, 8))
 def test_a_run_that_is_made_longer_was_always_so_long(tmp_path: Path, name: str) -> None:
     """Nothing of the state knows where the run was to end."""
     changes, sections = LONGER[name]

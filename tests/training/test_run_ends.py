@@ -157,24 +157,6 @@ def test_an_exception_ends_no_run_and_saves_no_half_of_a_step(tmp_path: Path) ->
         assert list(run.steps(5)) == [3, 4, 5]
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("where", ["data", "metric"])
-def test_an_error_of_the_data_or_of_a_metric_is_not_put_down_to_the_loop(
-    tmp_path: Path, nested: bool, where: str
-) -> None:
-    def data() -> Any:
-        yield from range(5)
-        raise OSError
-
-    said: list[str] = []
-    run = Run(tmp_path, model=nn.Linear(2, 1), say=said.append)
-    with suppress(OSError, ZeroDivisionError), run:
-        for _ in run.epochs(2) if nested else range(1):
-            for step, _batch in run.batches(data, **{} if nested else {"epochs": 2}):
-                run.save(every=2, val=lambda step=step: 1 / (where != "metric" or step < 3))
-    assert [text for text in said if "was not saved" in text] == []
-
-
 def test_what_fails_in_the_save_at_break_is_raised_on_closing(tmp_path: Path) -> None:
     said: list[str] = []
     run = Run(tmp_path, model=nn.Linear(1, 1), say=said.append)
@@ -184,22 +166,6 @@ def test_what_fails_in_the_save_at_break_is_raised_on_closing(tmp_path: Path) ->
     assert [text for text in said if text.startswith("step 1, where `break` left the loop, was not saved: invalid")]
     with pytest.raises(ValueError, match="no number"):
         run.close()
-
-
-def test_a_batch_that_was_fetched_before_a_save_that_failed_is_trained_on_in_the_next_loop(tmp_path: Path) -> None:
-    failing = [True]
-
-    def metric() -> float:
-        assert not failing or not failing.pop()
-        return 1.0
-
-    run, seen = Run(tmp_path, model=nn.Linear(1, 1), say=str), []
-    with pytest.raises(AssertionError):
-        for _, batch in run.batches(list("abcdef"), epochs=1):
-            seen.append(batch)
-            run.save(every=3, val=metric)
-    seen += [batch for _, batch in run.batches(list("abcdef"), epochs=1)]
-    assert "".join(seen) == "abcdef"
 
 
 def test_a_loop_whose_iterator_is_held_gives_signals_back_and_is_named_on_closing(tmp_path: Path) -> None:

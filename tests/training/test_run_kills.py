@@ -19,7 +19,7 @@ from tests.support.fork_server import ForkServer
 HOME = Path(__file__).parents[2]
 LOOPS = HOME / "examples" / "loops"
 BLOCKS = re.findall(r"```python\n(.*?)```", (HOME / "docs" / "own-loop.md").read_text(), re.DOTALL)
-# Of each script in examples/loops how many epochs or steps it makes, where it is killed a few times and where often.
+# Of each script in examples/loops how many epochs or steps it makes, where it is killed once and where often.
 SIZES = {
     "dcgan": (1, 3),
     "imagenet": (2, 4),
@@ -99,7 +99,7 @@ def trial(server: ForkServer, tmp_path: Path, script: Path, size: int, kills: in
 def test_a_loop_that_is_killed_ends_with_the_same_files(
     server: ForkServer, tmp_path: Path, name: str, often: int
 ) -> None:
-    trial(server, tmp_path, LOOPS / f"{name}.py", SIZES[name][often], kills=(2, 20)[often])
+    trial(server, tmp_path, LOOPS / f"{name}.py", SIZES[name][often], kills=(1, 20)[often])
 
 
 def test_every_script_is_killed() -> None:

@@ -154,9 +154,8 @@ def test_what_differs_between_processes_is_saved_of_each_and_any_of_them_may_mar
     assert whole.keys() == killed.keys() and [name for name in whole if whole[name] != killed[name]] == []
     path = tmp_path / "whole/checkpoints" / f"step-00000009.{'pt' if kind == 'ddp' else 'dcp'}"
     first, second = ckptool.load(path)["rng_state"]["ranks"][:2]
-    assert "own" not in first and second["own"].keys() >= {"values", "env_state_dict"}
-    assert second["lacking"]["values"] == ["best"]
-    assert second["own"]["values"].keys() == {"last"} and second["own"]["env_state_dict"].keys() == {"seen"}
+    assert "own" not in first and second["own"].keys() == {"values", "env_state_dict", "scale_buffers"}
+    assert second["own"]["values"].keys() == {"last", "step"}
 
 
 def in_two_processes(work: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
@@ -197,7 +196,7 @@ ALL = list(itertools.product(("ddp", "fsdp"), SHAPES, (1, 2), (2, 3), ("one", "a
 
 
 @pytest.mark.long("three runs of several processes")
-@pytest.mark.parametrize("kind, shape, window, world, which", sliced(ALL, 2))
+@pytest.mark.parametrize("kind, shape, window, world, which", sliced(ALL, 1))
 def test_killed_in_one_or_all_processes_it_ends_with_the_same_files(
     tmp_path: Path, kind: str, shape: str, window: int, world: int, which: str
 ) -> None:

@@ -268,7 +268,7 @@ def test_steps_that_are_not_saved_as_what_is_around_the_loop_ended_it_are_named(
     run = Run(tmp_path, model=nn.Linear(4, 1), say=said.append)
     for _ in islice(run.steps(9), 5):
         run.save(every=2)
-    assert said[-1].startswith("step 5 was not saved: what is around run.steps ended the loop")
+    assert said[-1].startswith("step 5 was not saved: the data failed, or what is around run.steps ended the loop")
 
 
 # Loops that lose a variable, until what the notes say is done.

@@ -261,16 +261,14 @@ class Stopper:
 """
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        ("save.every=4", "eval.every=6", "save.keep_last=3"),
-        ("save.every=7", "eval.every=0", "save.keep_last=2", "save.async=true"),
-        ("save.every=3", "eval.every=3", "save.keep_last=2", "save.keep_every=6", "train.epochs=3", "train.steps=null"),
-    ],
-    ids=" ".join,
+CHANGES = (
+    ("save.every=4", "eval.every=6", "save.keep_last=3"),
+    ("save.every=7", "eval.every=0", "save.keep_last=2", "save.async=true"),
+    ("save.every=3", "eval.every=3", "save.keep_last=2", "save.keep_every=6", "train.epochs=3", "train.steps=null"),
 )
-@pytest.mark.parametrize("at", [1, 5, 6, 12])
+
+
+@pytest.mark.parametrize(("at", "changes"), sliced(product([1, 5, 6, 12], CHANGES), 5))
 def test_a_run_that_was_stopped_ends_with_the_same_files(tmp_path: Path, at: int, changes: tuple[str, ...]) -> None:
     """All checkpoints, not the last alone, and the metrics: one that was saved only to stop leaves nothing."""
     text = STOPPER.replace("STEPS", repr([at, at + 2])).replace("DO", repr(str(tmp_path / "do")))
