@@ -20,10 +20,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch._dynamo
 
 import ckptool
-from tests.support.killed_loops import run_and_exit
+from tests.support.killed_loops import import_needed, run_and_exit
 
 BEGIN = """
 torch.manual_seed(3); random.seed(3); numpy.random.seed(3)
@@ -113,6 +112,7 @@ def runs(
     source: str, folder: Path, options: dict[str, Any], kill: int | None = None, number: int = signal.SIGKILL
 ) -> int:
     """Runs a script in a process of its own, ended before its line number `kill`; returns the exit code."""
+    import_needed()
     if not (child := os.fork()):
         names = {"torch": torch, "random": random, "numpy": numpy, "ckptool": ckptool}
         run_and_exit(source, {**names, "folder": folder, "options": options}, kill, number)
@@ -397,7 +397,10 @@ TWO = {
         [2, 3, 4, 5, 6],
     ),
     "in turn, where both begin anew": (
-        ("one.zero_grad(to_none); other.zero_grad(to_none)\ncritic(model(ones)).mean().backward()\n(one, other)[step % 2].step()\n"),
+        (
+            "one.zero_grad(to_none); other.zero_grad(to_none)\ncritic(model(ones)).mean().backward()\n"
+            "(one, other)[step % 2].step()\n"
+        ),
         [2, 3, 4, 5, 6],
     ),
 }
