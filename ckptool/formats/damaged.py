@@ -194,10 +194,6 @@ def with_whole_count(error: CkptoolError, source: Input) -> CkptoolError:
     (unread) unless only its first bytes are damaged; the same error where that cannot be known."""
     if not isinstance(source, Source):
         return error
-    from ckptool.formats.unrecognized import read_as_text  # of few files
-
-    if (text := read_as_text(source)) is not None:
-        return text
     is_misnamed = for_output(source.path, DEFAULT).tensors_only
     fix = f"Save what is whole: {command('recover', source.path, out=OUT_PT if is_misnamed else OUT)}"
     with suppress(CkptoolError), no_collection():
