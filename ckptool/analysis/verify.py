@@ -257,10 +257,9 @@ def _verify_data(source: Input | None, checkpoint: Checkpoint, jobs: Jobs = 1) -
     names = layout.names if layout is not None else ()
     problems, extent, checked, nbytes = _data_problems(checkpoint, {name.partition("/")[0] for name in names})
     # A file that was recovered is not what was once written, whatever its checksums say.
-    recovered = marks.recovered_facts(str(checkpoint.metadata.get(marks.RECOVERED, "")))
     for note in marks.recovered_notes(checkpoint.metadata):
-        why, places = "It is not the file that the digest describes.", (*recovered["filled"], *recovered["lost"])
-        problems.append(Problem(note.code, note.message, why, tensors=places))
+        why, lost = "It is not the file that the digest describes.", marks.lost_by(checkpoint.metadata[marks.RECOVERED])
+        problems.append(Problem(note.code, note.message, why, tensors=tuple(lost)))
     count = sum(1 for _ in storages(checkpoint.tree))
     extents = {extent} if count else set()
     files = len(checkpoint.source.files) if isinstance(checkpoint.source, Folder) else 1

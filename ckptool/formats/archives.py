@@ -66,11 +66,9 @@ def read(source: Source) -> Checkpoint:
         if name in names:
             raise Ambiguous(f"{source} has two files called {name}", "Some readers take the first, some the last.")
         if not name or re.search(LEADS_ELSEWHERE, name) or "" in name.split("/"):
-            what = f"{source}: the name {name[:200]!r} points outside of the folder that it is unpacked to"
-            raise Corrupt(what, "No program writes such names; the archive is malicious.")
+            raise Corrupt(f"{source}: the name {name[:200]!r} points outside of the folder that it is unpacked to")
         if name.endswith(".distcp"):
-            what = f"{source} holds a folder of torch.distributed.checkpoint, {name.rpartition('/')[0] or '.'}"
-            raise Unsupported(what, "Such a folder can only be read once it is unpacked.", _unpack(source))
+            raise Unsupported(f"{source} holds a folder of torch.distributed.checkpoint", fix=_unpack(source))
         names.add(name)
         if _WEIGHTS.search(name):
             head = part.read(0, min(HEAD, part.size))
@@ -83,8 +81,7 @@ def read(source: Source) -> Checkpoint:
                 elif name.endswith(safetensors.SUFFIXES):
                     checkpoint = safetensors.read(part)
                 else:
-                    why = "It is neither a torch nor a safetensors file, or is of an old kind."
-                    raise Unsupported(f"{source}: {name} cannot be read inside an archive", why, _unpack(source))
+                    raise Unsupported(f"{source}: {name} cannot be read inside an archive", fix=_unpack(source))
             except CkptoolError as error:
                 raise error.within(f"{source}: {name}") from None
             notes += [Note(note.code, f"{name}: {note.message}") for note in checkpoint.notes]
@@ -146,8 +143,7 @@ def _files(source: Source, notes: list[Note]) -> Iterator[tuple[str, Readable]]:
             if kind is None:
                 yield header.name, source.part(header.offset_data, header.size)
             elif not header.isdir():
-                what = f"{source}: {header.name[:120]!r} in it is {kind}"
-                raise Unsupported(what, "Only plain files are read in place.", _unpack(source))
+                raise Unsupported(f"{source}: {header.name[:120]!r} in it is {kind}", fix=_unpack(source))
         if tar.end != source.size:
             raise Ambiguous(f"{source} has {source.size - tar.end:,} bytes after its end")
         return

@@ -58,17 +58,15 @@ def text(record: BundleRecord) -> bytes:
     fields |= {"ties": record.ties} if record.ties else {}
     content = json.dumps(fields, indent=1, ensure_ascii=False)
     if not is_text(content):
-        what = "names or values with half a surrogate pair cannot be written to bundle.json"
-        raise Unsupported(what, "No program could read it.")
+        raise Unsupported("names or values have half a surrogate pair", "No program could read it in bundle.json.")
     return content.encode() + b"\n"
 
 
 def read(folder: Folder) -> BundleRecord:
     """The record in a folder. Raises `Corrupt`, `Unsupported` or `LimitExceeded` where it is not one of ours."""
     if NAME not in folder:
-        why = "It says which files make up a bundle, and in what order; ckptool unbundle writes it."
         fix = f"Name the members instead: {command('bundle', members={Slot('NAME'): FILE}, out=OUT)}"
-        raise Unsupported(f"{folder} has no {NAME}", why, fix)
+        raise Unsupported(f"{folder} has no {NAME}, which ckptool unbundle writes", fix=fix)
     source = folder.open(NAME)
     if source.size > MAX_BYTES:
         raise LimitExceeded(f"{source} has {source.size:,} bytes", f"A record of a bundle has at most {MAX_BYTES:,}.")

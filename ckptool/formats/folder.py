@@ -172,11 +172,7 @@ def refuse_renamed(checkpoint: Checkpoint) -> None:
     saved = root + os.path.splitext(name)[1]
     for pattern in (STATES, MODEL_STATES, LAYER, OF_WORLD, FSDP_RANKS):
         if name != saved and pattern.fullmatch(name) and pattern.fullmatch(saved):
-            raise Conflict(
-                f"{source} was saved as {saved}",
-                "It takes the place of another rank's file, whose values would be lost or mixed up.",
-                "Copy all files of the folder again, each under its own name.",
-            )
+            raise another_run(source, f"it was saved as {saved}")
 
 
 # What does not fit together -------------------------------------------------------------------------------------------
@@ -198,12 +194,9 @@ def complete(folder: Folder, ranks: Collection[int], world: int, file: str) -> N
     """Raises `Corrupt` for ranks of this world that have no file, `Conflict` for files of ranks beyond it. file: the
     one that says how many there are."""
     if beyond := [f"rank {rank:,}" for rank in sorted(ranks) if rank >= world]:
-        raise Conflict(
-            f"{folder} has files of {counted(len(beyond), 'rank')} in excess of the {world:,} that saved it: "
-            f"{listed(beyond, 3)}",
-            f"{file} gives that number. The others are left over from a larger world, and may be from another step.",
-            "Copy only the files of this checkpoint into another folder, or take another checkpoint.",
-        )
+        what = f"{folder} has files of {counted(len(beyond), 'rank')} in excess of the {world:,} by {file}"
+        why = "They are left over from a larger world, and may be from another step."
+        raise Conflict(f"{what}: {listed(beyond, 3)}", why, "Copy only the files of this checkpoint elsewhere.")
     if missing := [f"rank {rank:,}" for rank in missing_ranks(ranks, world)]:
         raise lacks(folder, f"the files of {counted(world - len(ranks), 'rank')} of {world:,}", missing)
 

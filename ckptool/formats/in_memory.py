@@ -213,6 +213,5 @@ def source_of(file: Any) -> Source:
             raise FileProblem(f"cannot read {shown}", why) from error
         raise UsageError(f"{shown} cannot be read from", why, _BINARY) from None
     if at and source.size <= 0:
-        what = f"{shown} is at its end: there is nothing to read"
-        raise Truncated(what, "An open file is read from its current position.", "Rewind it: file.seek(0)")
+        raise Truncated(f"{shown} is at its end: there is nothing to read", fix="Rewind it: file.seek(0)")
     return source

@@ -11,7 +11,8 @@ goes along into every file made of this one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -76,19 +77,13 @@ RECOVERED_NOTE = "recovered-file"  # its code
 SCHEMA = "ckptool.recovered/1"
 MAX_RECORD = 1 << 20
 MOST, _LONGEST = 1_000, 200  # addresses of one kind that are kept, and characters of each
-_KINDS = {"filled": "filled in from another file", "lost": "lost"}
 
 
-def recovered_mark(lost: list[str], before: str = "", filled: Sequence[str] = ()) -> str:
-    """The mark of a file whose tensors at these addresses were lost. before: the mark that it had.  filled: those that
-    an older version filled in from elsewhere."""
-    earlier = recovered_facts(before)
-    names = {"lost": [*earlier["lost"], *lost], "filled": [*earlier["filled"], *filled]}
-    record: dict[str, Any] = {"schema": SCHEMA}
-    for kind, places in names.items():
-        short = [name if len(name) <= _LONGEST else name[:_LONGEST] + "…" for name in dict.fromkeys(places)]
-        record[kind] = short[:MOST]
-    return json.dumps(record, separators=(",", ":"))
+def recovered_mark(lost: Iterable[str], before: str = "") -> str:
+    """The mark of a file whose tensors at these addresses were lost. before: the mark that it had."""
+    names = islice(dict.fromkeys([*lost_by(before), *lost]), MOST)
+    short = [name if len(name) <= _LONGEST else name[:_LONGEST] + "…" for name in names]
+    return json.dumps({"schema": SCHEMA, "lost": short, "filled": []}, separators=(",", ":"))
 
 
 def recovered(
@@ -100,36 +95,31 @@ def recovered(
     """
     if not isinstance(text := metadata.get(RECOVERED), str):
         return {}
-    facts, old, new = recovered_facts(text), f"{address(at)}/" if at else "", f"{address(to)}/" if to else ""
-    for kind, places in facts.items():
-        facts[kind] = [new + place.removeprefix(old) for place in places if place.startswith(old)]
-    if at and not any(facts.values()):
-        return {}
-    return {RECOVERED: recovered_mark(**facts, before=before.get(RECOVERED, ""))}
+    old, new = f"{address(at)}/" if at else "", f"{address(to)}/" if to else ""
+    lost = [new + place.removeprefix(old) for place in lost_by(text) if place.startswith(old)]
+    return {RECOVERED: recovered_mark(lost, before.get(RECOVERED, ""))} if lost or not at else {}
 
 
-def recovered_facts(text: str) -> dict[str, list[str]]:
-    """The addresses of lost and filled tensors in a mark; none of them for a mark that cannot be read."""
+def lost_by(mark: str) -> list[str]:
+    """The addresses of lost tensors in a mark, and of those that 0.1.0 filled in from elsewhere; none in one that
+    cannot be read."""
     try:
-        record = json.loads(text) if text else {}
+        record = json.loads(mark) if mark else {}
     except (ValueError, RecursionError):
         record = {}
-    lists = {kind: record.get(kind) if isinstance(record, dict) else None for kind in _KINDS}
-    return {kind: [place for place in items(places) if type(place) is str] for kind, places in lists.items()}
+    lists = [record.get(kind) for kind in ("lost", "filled")] if isinstance(record, dict) else []
+    return [place for places in lists for place in items(places) if type(place) is str]
 
 
-def recovered_notes(metadata: dict[str, Any]) -> tuple[Note, ...]:
+def recovered_notes(metadata: Mapping[str, Any]) -> tuple[Note, ...]:
     """The note on a file with this metadata, if it was recovered."""
     if not isinstance(text := metadata.get(RECOVERED), str):
         return ()
-    facts = recovered_facts(text)
-    phrases = []
-    for kind, words in _KINDS.items():
-        if places := facts[kind]:
-            were = "tensors or more were" if len(places) >= MOST else "tensors were"
-            phrases.append(f"{counted(len(places), 'tensor was', were)} {words}: {listed(places, 3)}")
-    lost = "; ".join(phrases) or "what was lost was not recorded"
-    return (Note(RECOVERED_NOTE, f"recovered from a damaged file; {lost}"),)
+    places = lost_by(text)
+    were = "tensors or more were" if len(places) >= MOST else "tensors were"
+    lost = f"{counted(len(places), 'tensor was', were)} lost: {listed(places, 3)}" if places else ""
+    what = lost or "what was lost was not recorded"
+    return (Note(RECOVERED_NOTE, f"recovered from a damaged file; {what}"),)
 
 
 def omitted_notes(metadata: Mapping[str, Any], origin: str) -> tuple[Note, ...]:

@@ -324,39 +324,37 @@ def _of_other_steps(checkpoint: Checkpoint, members: dict[str, Checkpoint]) -> d
     Ranks step together: Megatron's files state their iteration, the random states of accelerate a step. A Trainer's
     optimizer and scheduler do, too, and no more often than it counts; less often where a gradient scaler skips steps.
     """
-    kinds = {
+    keys = {
         name: "iteration" if "/" in name else "step" for name in members if "/" in name or RANDOM_STATES.fullmatch(name)
     }
-    stated = {name: step for name, key in kinds.items() if type(step := fields(members[name].tree).get(key)) is int}
-    last = max(stated, key=lambda name: stated[name], default="")
-    if wrong := {name: step for name, step in stated.items() if step < stated[last]}:
-        reference = f"and {printable(last)} of step {stated[last]:,}"
-        return {name: f"{printable(name)} is of step {step:,}, {reference}" for name, step in wrong.items()}
-    total = step_in(members.get(STATE))
+    late = _behind({name: fields(members[name].tree).get(key) for name, key in keys.items()})
+    if not (total := step_in(members.get(STATE))):
+        return late
     engines = {name: member.metadata.get("step") for name, member in ((_ENGINE, checkpoint), *members.items())}
-    if wrong := {name: step for name, step in engines.items() if total and type(step) is int and step != total}:
-        name, step = next(iter(wrong.items()))
-        return {STATE: f"{STATE} is of step {total:,}, and {printable(name)} of step {step:,}"}
-    steps: dict[str, int] = {}  # that an optimizer or the Trainer's scheduler has taken, where it is certain
-    for name, member in members.items() if total else ():
+    late |= _behind({**engines, STATE: total})
+    taken: dict[str, int] = {}  # steps of an optimizer or the Trainer's scheduler, where they are certain
+    for name, member in members.items():
         values: list[Any] = []
         for _, optimizer in optimizers(member.tree) if name != STATE else ():
-            taken = [slots.get("step") for slots in optimizer["state"].values() if isinstance(slots, dict)]
-            if len(taken) <= MAX_STEPS:  # parameters that were frozen for a while have taken fewer than others
-                values += taken
+            steps = [slots.get("step") for slots in optimizer["state"].values() if isinstance(slots, dict)]
+            if len(steps) <= MAX_STEPS:  # parameters that were frozen for a while have taken fewer than others
+                values += steps
         if name == SCHEDULER and "base_lrs" in fields(member.tree):
             values.append(fields(member.tree).get("last_epoch"))
         numbers = (number_in(value) or 0 for value in values)
-        if step := max((int(number) for number in numbers if 0 <= number < 1 << 53), default=0):
-            steps[name] = step
-    if not any(name.startswith("optimizer") for name in steps):
-        return {}  # under DeepSpeed the scheduler takes a step for each rank
-    latest = max(steps.values())
-    late = {name for name, step in steps.items() if step > total} or {n for n, step in steps.items() if step < latest}
-    on_time = {name: step for name, step in steps.items() if name not in late} or {STATE: total}
-    other, at = max(on_time.items(), key=lambda item: item[1])
-    reference = f"and {printable(other)} of step {at:,}"
-    return {name: f"{printable(name)} is of step {steps[name]:,}, {reference}" for name in steps if name in late}
+        taken[name] = max((int(number) for number in numbers if 0 <= number < 1 << 53), default=0)
+    if not any(step for name, step in taken.items() if name.startswith("optimizer")):
+        return late  # under DeepSpeed the scheduler takes a step for each rank
+    return late | _behind(taken | {STATE: total if total < max(taken.values()) else 0})
+
+
+def _behind(steps: dict[str, Any]) -> dict[str, str]:
+    """Of the members that say their step (another than 0), those that are behind the latest, each with why."""
+    stated = {name: step for name, step in steps.items() if type(step) is int and step > 0}
+    last = max(stated, key=lambda name: stated[name], default="")
+    reference = f"and {printable(last)} of step {stated.get(last, 0):,}"
+    behind = {name: step for name, step in stated.items() if step < stated[last]}
+    return {name: f"{printable(name)} is of step {step:,}, {reference}" for name, step in behind.items()}
 
 
 # The kinds of folders ------------------------------------------------------------------------------------------------

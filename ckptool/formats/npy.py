@@ -37,9 +37,8 @@ def read(source: Source) -> Checkpoint:
     """
     tree = read_array(FileRange(source, 0, source.size), str(source))
     if tree is None:
-        what = f"{source} is an array of Python objects"
-        why = "numpy pickles them; ckptool reads arrays of numbers, strings and dates."
-        raise Unsupported(what, why, "If you trust it: torch.save(numpy.load(FILE, allow_pickle=True).tolist(), OUT)")
+        fix = "If you trust it: torch.save(numpy.load(FILE, allow_pickle=True).tolist(), OUT)"
+        raise Unsupported(f"{source} is an array of Python objects, a pickle", fix=fix)
     is_other = not isinstance(tree, TensorEntry)
     notes = (Note("other-arrays", f"it is not a tensor: {summary(tree)}"),) if is_other else ()
     return Checkpoint(tree, NAME, {}, source, notes=notes, tensors_only=True)

@@ -58,9 +58,8 @@ def read(source: Source) -> Checkpoint:
         decoded = decode_lazily(opcodes, _refuse_id, BUILDERS, name=str(source), file_bytes=source.size, arrays=True)
     except CkptoolError:
         if _JOBLIB in source.read(0, min(_FIRST, source.size)):
-            what = f"{source} was written by joblib"
-            why = "Its arrays are stored between the opcodes, which only joblib reads."
-            raise Unsupported(what, why, "With joblib: pickle.dump(joblib.load(FILE), open('new.pkl', 'wb'))") from None
+            fix = "With joblib: pickle.dump(joblib.load(FILE), open('new.pkl', 'wb'))"
+            raise Unsupported(f"{source} was written by joblib, which alone reads it", fix=fix) from None
         raise
     if rest := source.size - opcodes.end:
         is_pickle = detect(source.read(opcodes.end, min(512, rest)), source)
@@ -74,10 +73,8 @@ def read(source: Source) -> Checkpoint:
 
 def _refuse_id(pid: Any) -> NoReturn:
     if type(pid) is tuple and pid and pid[0] == "storage":
-        what = "it is the data.pkl of a torch zip, extracted"
-        why = "The data of its tensors is in the other records of the archive."
-        raise Unsupported(what, why, "Name the archive itself, or zip its folder again: zip -0 -r NEW.pt FOLDER")
+        fix = "Name the archive itself, or zip its folder again: zip -0 -r NEW.pt FOLDER"
+        raise Unsupported("it is the data.pkl of a torch zip, extracted", fix=fix)
     shown = f" ({pid[:40]})" if type(pid) is str else ""
     what = f"it refers to something outside the pickle by a persistent id{shown}"
-    why = "Only the program that wrote it knows what that means."
-    raise Unsupported(what, why, "Load it with that program, and save its weights with torch.save.")
+    raise Unsupported(what, fix="Load it with the program that wrote it, and save its weights with torch.save.")

@@ -364,8 +364,7 @@ def covers(shape: tuple[int, ...], boxes: list[Box]) -> bool:
         return False
     cut = [axis for axis in range(len(shape)) if any(sizes[axis] != shape[axis] for _, sizes in boxes)]
     if len(cut) > MAX_SPLIT:
-        what = f"a tensor sharded along {counted(len(cut), 'axis', 'axes')}"
-        raise Unsupported(what, "Real device meshes have three or four.")
+        raise Unsupported(f"a tensor sharded along {counted(len(cut), 'axis', 'axes')}", "Real meshes have fewer.")
     corners: Counter[tuple[int, ...]] = Counter()
     for (begin, sizes), sign in [*((box, 1) for box in boxes), (((0,) * len(shape), shape), -1)]:
         if prod(sizes):

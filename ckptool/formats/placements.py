@@ -112,20 +112,14 @@ class RankFile:
         ((local, _),) = saved.local
         if not isinstance(local, TensorEntry):
             kind = local.kind if isinstance(local, Composite) else type(local).__name__
-            raise Unsupported(
-                f"{self.path}: the part of {name} that is here is a {kind}",
-                "Only plain tensors can be joined.",
-                "With torch: call full_tensor() on all ranks, and save that.",
-            )
+            what = f"{self.path}: the part of {name} that is here is a {kind}, no plain tensor"
+            raise Unsupported(what, fix="With torch: call full_tensor() on all ranks, and save that.")
         if id(saved.mesh) not in self._meshes:
             self._meshes[id(saved.mesh)] = saved.mesh, self._read_mesh(name, fields(saved.mesh))
         for kind, *_ in saved.placements:
             if kind not in ("Shard", "StridedShard", "Replicate"):
-                raise Unsupported(
-                    f"{self.path}: {name} has the placement {kind}",
-                    "Only Shard and Replicate can be joined; of a Partial each rank has one summand.",
-                    "With torch: redistribute it to Shard or Replicate before saving.",
-                )
+                what, why = f"{self.path}: {name} has the placement {kind}", "Of a Partial each rank has one summand."
+                raise Unsupported(what, why, "With torch: redistribute it to Shard or Replicate before saving.")
         mesh = self._meshes[id(saved.mesh)][1]
         try:
             return self.divided(local, shape, dtype, mesh, saved.placements, saved.flags, saved.order)
@@ -182,8 +176,7 @@ class RankFile:
     def _read_mesh(self, name: str, facts: dict[Any, Any]) -> Mesh:
         grid, table = facts.get("mesh"), rank_table(facts)
         if size_of(table) > MAX_MESH:
-            what = f"{self.path}: the mesh of {name} has more than {MAX_MESH:,} ranks"
-            raise LimitExceeded(what, "ckptool supports no larger ones.")
+            raise LimitExceeded(f"{self.path}: the mesh of {name} has more than {MAX_MESH:,} ranks")
         ranks = tuple(table.numpy().reshape(-1).tolist() if isinstance(table, TensorEntry) else items(table))
         if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
             raise damaged(self.path, f"{name} has a mesh without a table of ranks")
@@ -358,12 +351,9 @@ def joined_trees(
     unjoinable = [what for entry, what in differing if entry.dtype.kind != "uint" and what[-1:] == ")"]  # shapes differ
     unjoinable = unjoinable or [what for entry, what in differing if entry.dtype.kind in ("float", "complex")]
     if unjoinable:
-        raise Unsupported(
-            f"{joiner.where}: the ranks saved different plain tensors as {name}: {listed(unjoinable, 3)}",
-            "No file says whether or how they are sharded: one rank's would not be the model.",
-            "Save a full state dict: "
-            "torch.distributed.checkpoint.state_dict.get_model_state_dict(…, full_state_dict=True)",
-        )
+        what = f"{joiner.where}: the ranks saved different plain tensors as {name}: {listed(unjoinable, 3)}"
+        fix = "Save a full state dict: torch.distributed's get_model_state_dict(…, full_state_dict=True)"
+        raise Unsupported(what, "No file says whether or how they are sharded.", fix)
     for path, (entry, what) in walk.differing.items():  # which should be the same on all ranks
         if str(path[-1]).rpartition(".")[2] in DIVIDED or entry.flags.requires_grad or what.endswith(")"):
             what += " differs between ranks, is not sharded, and looks like a weight"

@@ -196,8 +196,7 @@ class _Header:
         if len(fields) > 3:
             names = listed([key[:40] for key in sorted(fields.keys() - _FIELDS)], 3)
             what = f"{source}: {name} has fields that the format does not define ({names})"
-            fix = "If they mean nothing: safetensors.torch.save_file(load_file(OLD), NEW)"
-            raise Unsupported(what, "They may change the meaning of its values.", fix)
+            raise Unsupported(what, fix="If they mean nothing: safetensors.torch.save_file(load_file(OLD), NEW)")
         self.ranges.append((begin, end))
         storage = Storage(FileRange(source.file, source.start + self.base + begin, end - begin))
         return TensorEntry(storage, dtype, tuple(shape), stride)
@@ -247,8 +246,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         metadata |= whole_tree.set_on(checkpoint.tree)
     metadata.setdefault("format", "pt")
     if clash := sorted(set(metadata) & set(ties)):
-        what = f"the tied tensor {clash[0]} has the name of an entry of the metadata"
-        raise Unsupported(what, "Both would be recorded under that name.")
+        raise Unsupported(f"the tied tensor {clash[0]} has the name of an entry of the metadata", "Rename it.")
     metadata.update(ties)
     fields: dict[str, Any] = {METADATA: metadata, **dict.fromkeys(stored)}
     segments: list[Segment] = []

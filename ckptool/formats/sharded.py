@@ -221,7 +221,7 @@ def _shards(folder: Folder, index: str, weight_map: dict[str, str]) -> dict[str,
         if shard is None or not isinstance(shard.tree, dict):
             raise Corrupt(f"{index} names {source} as a shard", "It holds no dictionary of names and tensors.")
         if shard.container == safetensors.NAME and not shard.tensors_only:
-            what = f"{source} holds a whole tree, as convert {arg(all=True)} writes it, and is a shard of {index}"
+            what = f"{source} holds a whole tree (convert {arg(all=True)}), and is a shard of {index}"
             raise Unsupported(what, "The two cannot be combined.")
         shards[file] = shard
     torchs = [file for file, shard in shards.items() if shard.container != safetensors.NAME]
@@ -251,12 +251,11 @@ def _parse_index(source: Source) -> tuple[dict[str, str], dict[str, Any]]:
     index = parse_object(source.read(0, source.size), f"{source}: the index")
     if "param_groups" in (*index, *fields(index.get("metadata"))):
         what = f"{source} is the index of an optimizer's state, as ColossalAI divides it"
-        raise Unsupported(what, "Its files, which number the parameters, are read one by one.")
+        raise Unsupported(what, "Its files are read one by one.")
     names, metadata = index.get("weight_map"), index.get("metadata", {})
     if names is None:
-        what = f"{source} is a JSON file without a weight_map"
-        why = "It may be an error message or another kind of index; it is not an index of shards."
-        raise NotACheckpoint(what, why, f"See what it says: head -c 300 {source}")
+        what = f"{source} is a JSON file without a weight_map, no index of shards"
+        raise NotACheckpoint(what, fix=f"See what it says: head -c 300 {source}")
     is_table = isinstance(names, dict) and all(type(file) is str for file in names.values())
     if is_table and not names:
         raise Corrupt(f"{source}: its weight_map names no tensor")
@@ -310,8 +309,7 @@ def size_in_bytes(size: int | str) -> int:
         if count >= (1 if match[3] or match[5] else LEAST_BARE):
             return count
     what = f"{str(size)[:40]!r} is not a shard size"
-    why = f"Give a number with a unit (5GB), or a number of bytes, {LEAST_BARE:,} or more."
-    raise UsageError(what, why, "For example: 5GB, 500MB, 2GiB")
+    raise UsageError(what, f"Bytes without a unit: {LEAST_BARE:,} or more.", "For example: 5GB, 500MB, 2GiB")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -393,8 +391,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     """
     if marks.PICKLE in checkpoint.metadata:
         what = f"a whole tree (convert {arg(all=True)}) is one safetensors file, never shards"
-        fix = f"Write it as one: {arg(container='safetensors')}; or only its weights: without {arg(all=True)}"
-        raise Unsupported(what, "The pickle that restores it is in that file.", fix)
+        raise Unsupported(what, fix=f"Write it as one: {arg(container='safetensors')}; or without {arg(all=True)}")
     division = checkpoint.origin if isinstance(checkpoint.origin, Division) else Division()
     stored, ties = safetensors.without_ties(safetensors.holdable(checkpoint))
     shards = division.files(stored, ties)

@@ -312,9 +312,8 @@ def append(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan | None
     refuse_unknown(checkpoint, keep_unknown)
     archive, root, keys = origin.archive, origin.root, _Keys(origin)
     if archive.edits >= directory.MAX_EDITS:
-        what = f"{archive.source} was edited in place {archive.edits} times already"
-        why = "Every edit leaves its old pickle and directory inside; write a new file instead."
-        raise Conflict(what, why, command("convert", archive.source.file.path, out=OUT))
+        what = f"{archive.source} was edited in place {archive.edits} times already; write a new file instead"
+        raise Conflict(what, fix=command("convert", archive.source.file.path, out=OUT))
     # In an archive without checksums, a new record has none either: else the zeros of the others would count.
     layout = ZipLayout(origin.alignment, archive.end, archive.headers.has_checksums)
     layout.add(root + "data.pkl", InlineBytes(encode(checkpoint.tree, keys.key_of)))

@@ -122,8 +122,7 @@ def pack(checkpoint: Checkpoint) -> Checkpoint:
 
     def store(name: str, entry: TensorEntry, axes: list[int] | None = None) -> None:
         if not is_text(name):
-            what = f"the tensor {name} has a name that is not Unicode text"
-            raise Unsupported(what, "No other program could read it.", "Rename it first.")
+            raise Unsupported(f"the tensor {name} has a name that is not Unicode text", fix="Rename it first.")
         while name in stored or name == "__metadata__" or (name in texts and tree[name] is not entry):
             name += "~"
         stored[name], keys[id(entry.storage)] = entry, key_of(name, axes)

@@ -85,8 +85,7 @@ def refuse_links(path: str) -> None:
     """Raises `Conflict` for a file that others see under another name: caches link to one file from many places."""
     if os.path.islink(path):
         what = f"{path} is a symbolic link, to {os.path.realpath(path)}"
-        why = "An in-place change would affect everyone who links to it."
-        raise Conflict(what, why, f"Write a new file with {arg('out')}, or name the file itself.")
+        raise Conflict(what, "Others may link to it.", f"Write a new file with {arg('out')}, or name the file itself.")
     try:
         names = os.stat(path).st_nlink
     except OSError as error:

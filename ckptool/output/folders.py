@@ -102,8 +102,7 @@ def _refuse_foreign(shown: str, folder: str, names: Iterable[str], may_go: Calla
     ]
     if foreign:
         what = f"cannot replace the folder {shown}: {listed(foreign)} would be deleted, too"
-        why = "Only the checkpoint's own files in it may be deleted; it was left as it is."
-        raise Conflict(what, why, "Write to a new folder; or remove those files first.")
+        raise Conflict(what, "It was left as it is.", "Write to a new folder; or remove those files first.")
 
 
 class NewFolder:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from ckptool.checkpoint import Composite, Data, FileRange, Note
+from ckptool.checkpoint import Composite, Data, FileRange, InlineBytes, Note
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.graph import alike, check_depth, structural_parts, visit
 from ckptool.checkpoint.nodes import Global, Object, canonical
@@ -86,6 +86,9 @@ def decode(
     place: maps a byte of `data` to its byte in the file.
     Raises `Corrupt`, `Truncated`, `LimitExceeded`, `Unsupported` or `Conflict`; each names the byte.
     """
+    if stubs is None and data[:1] == b"\x80" and data[1:2] >= b"\4":  # it may have frames
+        skeleton(InlineBytes(data), name=name)
+        stubs = ()
     left_out = sum(map(len, stubs or ()))
     budget = 2 * max(len(data) + left_out, file_bytes, FREE_BYTES)
     has_tensors = all(builders.get(fn) is BUILDERS[fn] for fn in (REBUILD_TENSOR_V2, ORDERED_DICT))
@@ -103,15 +106,11 @@ def decode(
             if isinstance(node, Composite) and (parts_left := parts_left - node.settle()) < 0:
                 raise LimitExceeded("tensors that share parts", "Checking it would take too long.")
     except CkptoolError as error:
-        if reader.in_frame and type(error) is Truncated:
-            error = reader.straddling()
-        raise error.within(f"{name} at byte {place(reader.base + reader.at):,}") from None
+        raise error.within(f"{name} at byte {place(reader.at):,}") from None
     except (IndexError, struct.error) as error:
         if str(error) in ("list index out of range", "pop from empty list"):
             what = "the pickle pops from an empty stack"
             raise Corrupt(what, "It is damaged, or not a pickle at all.").within(name) from None
-        if reader.in_frame:
-            raise reader.straddling().within(name) from None
         raise Truncated(f"{name}: the pickle ends at byte {place(len(data)):,}, before its STOP") from None
     except KeyError as error:
         raise Corrupt(f"{name} refers to value {error}, which was never stored", DAMAGED) from None
@@ -185,8 +184,8 @@ def no_storage(pid: Any) -> Any:
 # protocol 2 writes bytes as `_codecs.encode(text, "latin1")`, whose builder returns a stub of bytes (see `encoded`).
 # Texts in protocol 0, which end with their line, stay where they are, up to 64 MiB each.
 #
-# Frames are checked here (PEP 3154: no opcode extends past the end of one, none begins inside another). `decode` skips
-# their lengths, which count the long values, whenever it is given a list of stubs, even an empty one.
+# Frames are checked here (PEP 3154: no opcode extends past the end of one, none begins inside another), also for
+# pickles that are decoded at once: `decode` skips their lengths, which count the long values.
 # Source of the opcodes: the comments of Lib/pickletools.py.
 
 LONG_VALUE = 1 << 16  # bytes: shorter values are copied

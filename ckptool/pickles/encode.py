@@ -293,8 +293,7 @@ class _Encoder:
             # Written again inside itself where an item refers to it; that ends, unless nothing new was memoized
             # meanwhile.
             if self.begun.get(key) == len(self.memo):
-                what = "a set that contains itself cannot be written"
-                raise Unsupported(what, "Protocol 2, which every torch reads, cannot express it.")
+                raise Unsupported("a set that contains itself cannot be written", "Protocol 2 cannot express it.")
             self.begun[key] = len(self.memo)
             self.leaf(_FROZENSET if value.frozen else _SET)
             out += b"]"

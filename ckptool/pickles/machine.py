@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptool.checkpoint.nodes import ByteString, Global, Set
 from ckptool.errors import LimitExceeded, Unsupported, counted
-from ckptool.pickles.objects import FRAME_END, ObjectMaker, PickleReader
+from ckptool.pickles.objects import ObjectMaker, PickleReader
 from ckptool.pickles.runs import Memo, Runs
 from ckptool.pickles.strings import python2_text
 
@@ -24,7 +24,6 @@ STUB = 0xFF  # no opcode of Python's: in a skeleton, before the number of a valu
 
 _INT = struct.Struct("<i").unpack_from
 _UINT = struct.Struct("<I").unpack_from
-_ULONG = struct.Struct("<Q").unpack_from
 _SHORT = struct.Struct("<H").unpack_from
 _FLOAT = struct.Struct(">d").unpack_from
 
@@ -169,15 +168,10 @@ class Machine:
                 stack.append(reader.integer(pos + 1, size))
                 pos += 1 + size
             elif op == 0x2E:  # STOP
-                if reader.in_frame:
-                    pos = reader.stop_in_frame(pos)
                 reader.at = pos
                 if marks or len(stack) != 1:
-                    raise reader.corrupt(
-                        pos,
-                        f"{counted(len(stack) + sum(map(len, marks)), 'value is', 'values are')} left on the stack "
-                        "instead of one",
-                    )
+                    left = counted(len(stack) + sum(map(len, marks)), "value is", "values are")
+                    raise reader.corrupt(pos, f"{left} left on the stack instead of one")
                 return stack[0]
             elif op == 0x93:  # STACK_GLOBAL
                 attribute, module = stack.pop(), stack.pop()
@@ -193,15 +187,13 @@ class Machine:
             elif op == 0x80:  # PROTO
                 self.protocol = data[pos]
                 if self.protocol > 5:
-                    raise Unsupported(f"unknown pickle protocol {self.protocol}", "Protocols 0 to 5 exist.").within(
-                        f"byte {pos:,}"
-                    )
+                    what = f"byte {pos:,}: unknown pickle protocol {self.protocol}"
+                    raise Unsupported(what, "Protocols 0 to 5 exist.")
                 pos += 1
             elif op == 0x95:  # FRAME
-                if stubs is None:
-                    data, pos = reader.enter_frame(pos + 8, _ULONG(data, pos)[0]), 0
-                else:
-                    pos += 8
+                if stubs is None:  # nobody looked whether an opcode runs past the end of one
+                    raise reader.corrupt(pos, "a frame in a pickle of a protocol below 4")
+                pos += 8
             elif op in _SIZED_BYTES:
                 kind, width = _SIZED_BYTES[op]
                 size = int.from_bytes(reader.take(pos, width), "little", signed=op == 0x54)
@@ -269,19 +261,13 @@ class Machine:
             elif op == STUB and stubs:
                 stack.append(stubs[_UINT(data, pos)[0]])
                 pos += 4
-            elif op == FRAME_END and pos == len(data) and reader.in_frame:
-                pos += reader.base - 1
-                data = reader.leave_frame()
             elif op in REFUSED:
-                what = f"opcode {REFUSED[op]} at byte {reader.base + pos - 1:,} is not read"
+                what = f"opcode {REFUSED[op]} at byte {pos - 1:,} is not read"
                 raise Unsupported(what, "No PyTorch file uses it.")
             else:
                 raise reader.corrupt(pos, f"0x{op:02x} is not a pickle opcode")
         reader.at = pos
-        raise LimitExceeded(
-            f"more than {counted(self.limit, 'opcode')}",
-            "A file of this size cannot need so many; it is probably malicious.",
-        )
+        raise LimitExceeded(f"more than {counted(self.limit, 'opcode')}")
 
     def _unmark(self, marks: list[list[Any]], pos: int) -> list[Any]:
         if not marks:

@@ -1,4 +1,4 @@
-"""The machine's two helpers: the reader of a pickle's bytes, frames and opcode arguments; and the maker of the nodes
+"""The machine's two helpers: the reader of a pickle's bytes and opcode arguments; and the maker of the nodes
 that opcodes describe: names, calls, items, elements, states.
 
 Nothing is copied before it is known to be there, and every error names the byte.
@@ -27,62 +27,26 @@ MAX_INTEGER_BITS = 4_096
 _NUMBER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)")
 _TRUTHS = {"00": False, "+0": False, "-0": False, "01": True, "+1": True}
 _FLOAT = r"(?i)[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+(?:[eE][+-]?[0-9]+)?|inf(?:inity)?|nan)"
-FRAME_END = 0xFE  # no opcode of Python's: it follows the copy of a frame
 DAMAGED = "The pickle is damaged or malicious."
 
 
 class PickleReader:
     """A pickle and the position `at` in `data`, which is the pickle or the frame that begins at its byte `base`."""
 
-    __slots__ = ("at", "base", "data", "in_frame", "outer")
+    __slots__ = ("at", "data")
 
     def __init__(self, data: bytes) -> None:
-        self.data = self.outer = data
-        self.in_frame = False
-        self.base = 0
-        self.at = 0
-
-    def straddling(self) -> Corrupt:
-        """The error for a frame that ends in the middle of an opcode."""
-        return Corrupt(f"an opcode runs past the end of the frame that begins at byte {self.base:,}", DAMAGED)
+        self.data, self.at = data, 0
 
     def corrupt(self, pos: int, what: str) -> Corrupt:
         """The error for damage at byte `pos`."""
         self.at = pos
         return Corrupt(what, DAMAGED)
 
-    def beyond(self, pos: int, what: str, why: str) -> LimitExceeded:
+    def beyond(self, pos: int, what: str, why: str = "") -> LimitExceeded:
         """The error for an exceeded limit at byte `pos`."""
         self.at = pos
         return LimitExceeded(what, why)
-
-    # Frames: the machine works on a copy of one at a time, followed by an opcode of our own, so that nothing can reach
-    # past its end.
-
-    def enter_frame(self, begin: int, size: int) -> bytes:
-        """The bytes of the frame, to continue at their first."""
-        if self.in_frame:
-            raise self.corrupt(begin, "a frame inside a frame")
-        if size > len(self.data) - begin:
-            raise self.corrupt(begin, "a frame that is longer than the pickle")
-        self.in_frame, self.base, self.outer = True, begin, self.data
-        self.data = self.data[begin : begin + size] + bytes([FRAME_END])
-        return self.data
-
-    def leave_frame(self) -> bytes:
-        """The whole pickle again."""
-        self.in_frame, self.base, self.data = False, 0, self.outer
-        return self.data
-
-    def stop_in_frame(self, pos: int) -> int:
-        """The byte after the end of the pickle; raises `Corrupt` for a frame that goes on."""
-        if pos != len(self.data) - 1:
-            raise self.corrupt(pos, "a frame that goes on after the end of the pickle")
-        pos += self.base
-        self.leave_frame()
-        return pos
-
-    # Arguments ---------------------------------------------------------------------------------------------------
 
     def take(self, pos: int, size: int) -> bytes:
         """The next `size` bytes; raises `Truncated` where fewer are left, before any are copied."""
@@ -192,13 +156,11 @@ class ObjectMaker:
         if not (module.isprintable() and attribute.isprintable()):
             raise self.reader.corrupt(pos, f"the name {module[:200]}.{attribute[:200]}")
         if (length := len(module) + len(attribute)) > MAX_NAME:
-            what = f"a class or function with a name of {counted(length, 'character')}"
-            raise self.reader.beyond(pos, what, "No program uses such names; the file is probably malicious.")
+            raise self.reader.beyond(pos, f"a class or function with a name of {counted(length, 'character')}")
         node = Global(module, attribute)
         self.names[node] = None
         if len(self.names) > MAX_NAMES:
-            what = f"more than {MAX_NAMES:,} different classes and functions"
-            raise self.reader.beyond(pos, what, "Real checkpoints do not name so many; the file is probably malicious.")
+            raise self.reader.beyond(pos, f"more than {MAX_NAMES:,} different classes and functions")
         return node
 
     def computed(self, module: Any, attribute: Any, pos: int) -> CkptoolError:
@@ -261,12 +223,10 @@ class ObjectMaker:
     def _check_key(self, key: Any, pos: int, depth: int = 0) -> None:
         if type(key) is tuple:
             if depth == MAX_KEY_DEPTH:
-                what = "a dictionary key of tuples within tuples"
-                raise self.reader.beyond(pos, what, "Hashing it could take practically forever.")
+                raise self.reader.beyond(pos, "a dictionary key of tuples within tuples")
             self.hashed += len(key)
             if self.hashed > self.limit:
-                what = f"dictionary keys of more than {counted(self.limit, 'part')}"
-                raise self.reader.beyond(pos, what, "Hashing them could take practically forever.")
+                raise self.reader.beyond(pos, f"dictionary keys of more than {counted(self.limit, 'part')}")
             for part in key:
                 self._check_key(part, pos, depth + 1)
         elif key != key:
@@ -308,8 +268,7 @@ class ObjectMaker:
             elif type(part) is str:
                 self.budget -= len(part) // 64
         if self.budget < 0:
-            why = "Checking it each time would take too long; the file is probably malicious."
-            raise self.reader.beyond(self.reader.at, "objects that share parts", why)
+            raise self.reader.beyond(self.reader.at, "objects that share parts, too many to check each time")
         if not is_quiet(node):
             self.objects[id(node)] = node
 

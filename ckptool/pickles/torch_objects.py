@@ -74,8 +74,7 @@ class PerPickle:
             nonlocal budget
             budget -= amount
             if budget < 0:
-                why = "The copies would fill the memory; the file is probably malicious."
-                raise LimitExceeded("one value copied over and over", why)
+                raise LimitExceeded("one value copied over and over")
 
         return partial(self.build, spend)
 

@@ -222,7 +222,7 @@ def test_other_models_beside_the_weights_are_said_and_kept(tmp_path: Path, run: 
         (498, 498, 500, ""),  # a gradient scaler skipped two
         (400, 500, 500, "optimizer.pt is of step 400, and scheduler.pt of step 500"),
         (500, 400, 500, "scheduler.pt is of step 400, and optimizer.pt of step 500"),
-        (500, 500, 400, "optimizer.pt is of step 500, and trainer_state.json of step 400"),
+        (500, 500, 400, "trainer_state.json is of step 400, and optimizer.pt of step 500"),
     ],
 )
 def test_members_of_other_steps_are_named(

@@ -226,11 +226,11 @@ def test_a_mark_names_a_thousand_tensors_and_says_that_there_may_be_more(tmp_pat
 
 def test_marks_add_up() -> None:
     text = marks.recovered_mark(["b"], marks.recovered_mark(["a"], '{"filled": ["c"]}'))
-    assert marks.recovered_facts(text) == {"lost": ["a", "b"], "filled": ["c"]}
+    assert marks.lost_by(text) == ["c", "a", "b"]
     many = marks.recovered_mark([f"w{i}" + "x" * 500 for i in range(5000)])
-    assert len(marks.recovered_facts(many)["lost"]) == marks.MOST and len(many) < marks.MAX_RECORD
+    assert len(marks.lost_by(many)) == marks.MOST and len(many) < marks.MAX_RECORD
     for odd in ("", "[", "[]", "3", '{"lost": 1, "filled": [2], "lost_count": -1}', "[" * 100_000):
-        assert marks.recovered_facts(odd)["lost"] == [] and len(marks.recovered_notes({marks.RECOVERED: odd})) == 1
+        assert marks.lost_by(odd) == [] and len(marks.recovered_notes({marks.RECOVERED: odd})) == 1
     assert marks.recovered_notes({}) == ()
 
 

@@ -208,10 +208,7 @@ class Payloads:
         like = value.like if isinstance(value, Stored) else value
         if isinstance(like, Composite) and (like.shape, like.dtype) == (chunk.sizes, dtype):
             what = f"{self.folder}: {name} is a {like.kind} tensor, and these are not joined here"
-            fix = (
-                "With torch: torch.distributed.checkpoint.load into a state dict that has such a tensor, and save that."
-            )
-            raise Unsupported(what, "Its parts are more than values and a shape.", fix)
+            raise Unsupported(what, fix="With torch: load it into a state dict that has such a tensor, and save that.")
         if not isinstance(like, TensorEntry) or (like.shape, like.dtype) != (chunk.sizes, dtype):
             claim = f"the chunk of {name} at {list(chunk.offsets)} should be {dtype}{list(chunk.sizes)}"
             has = f"the file of {owner_of(chunk.place.relative_path)} has {brief(like, 100)}"
@@ -271,13 +268,11 @@ class Payloads:
             return False
         what = f"{self.folder}: {name}"
         if [*place.transform_descriptors] != [ZSTD]:
-            why = "An extension of torch's writer did that, and only that can undo it."
             fix = "With torch: load it with the same extension, and save it without."
-            raise Unsupported(f"{what} is packed by {listed(place.transform_descriptors)}", why, fix)
+            raise Unsupported(f"{what} is packed by {listed(place.transform_descriptors)}", fix=fix)
         if find_spec("zstandard") is None:
-            why = "torch's writer compressed it (stream.zstd)."
-            fix = "pip install 'ckptool[zstd]'"
-            raise MissingExtra(f"{what} needs the package zstandard, which is not installed", why, fix)
+            what += " needs the package zstandard, which is not installed"
+            raise MissingExtra(what, fix="pip install 'ckptool[zstd]'")
         return True
 
     def _read_zip(self, name: str, part: Part) -> Checkpoint:

@@ -104,8 +104,7 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
         lost["the mark of a recovered file"] = ""
     key = tree_pickle.NAME
     if reserved := [name for name in flat.values if name == key or (lost and name.startswith(f"{key}."))]:
-        what = f"{reserved[0]} is a name that ckptool reserves in a .dcp folder"
-        raise Unsupported(what, "It would be lost.", "Rename it first.")
+        raise Unsupported(f"{reserved[0]} is a name that ckptool reserves in a .dcp folder", fix="Rename it first.")
     notes: tuple[Note, ...] = ()
     if lost:
         content, raw = tree_pickle.pickled(checkpoint, saving.homes)

@@ -214,8 +214,7 @@ class Tables:
         decoded = decode_all(data, no_storage, _builders(odd), name=str(source), file_bytes=source.size)
         if _class_name(decoded.root) not in ("Metadata", "MCoreMetadata"):
             what = f"{self.folder} is a folder, but its {name} is not that of torch.distributed.checkpoint"
-            fix = f"Name the file: {other_program('ls', self.folder.path)}"
-            raise NotACheckpoint(what, "Another program wrote it.", fix)
+            raise NotACheckpoint(what, fix=f"Name the file: {other_program('ls', self.folder.path)}")
         self.discarded += [*decoded.aside(), *(state for state in odd if not is_inert(state))]
         facts: dict[Any, Any] = decoded.root.attributes
         del data, decoded  # there may be 400,000 chunks to come

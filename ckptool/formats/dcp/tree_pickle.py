@@ -48,10 +48,8 @@ class FlatNames:
 
     def __init__(self, tree: Any) -> None:
         if not isinstance(tree, dict):
-            what = "a dcp folder holds a dictionary and nothing else"
-            why = "torch.distributed.checkpoint saves only dictionaries."
             fix = f"Choose a part: FILE#ADDRESS; or write a torch file: {arg(container='torch-zip')}"
-            raise Unsupported(what, why, fix)
+            raise Unsupported("a dcp folder holds a dictionary and nothing else", fix=fix)
         self.values: dict[str, Any] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.lost: dict[str, str] = {}
@@ -75,8 +73,7 @@ class FlatNames:
                     entry = max(at for at, (_, _, level) in enumerate(stack) if not isinstance(level, enumerate))
                     drop = literal(address(inner_place[: entry + 1]))  # no element of a list
                     fix = f"Leave it out first: {command('edit', FILE, drop=drop, out=OUT)}"
-                    why = "Its names would never end. Nothing was written."
-                    raise Conflict(f"{address(inner_place)} contains itself", why, fix)
+                    raise Conflict(f"{address(inner_place)} contains itself", "Nothing was written.", fix)
                 self.hold(value, inner_place)
                 holders.append(id(value))
                 stack.append((inner_path, inner_place, iter(value.items()) if is_holder else enumerate(value)))

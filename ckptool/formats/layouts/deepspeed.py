@@ -121,8 +121,8 @@ def _of_run(source: Folder) -> Checkpoint:
     tags, latest, name = _tags(source)
     advice = f"Name one: {command('inspect', os.path.join(source.path, tags[-1]))}" if tags else ""
     if not latest and not name:
-        what = f"{source} holds {counted(len(tags), 'checkpoint')} of DeepSpeed: {listed(tags, 3)}"
-        raise Ambiguous(what, "The file `latest`, which names one of them, is missing.", advice)
+        what = f"{source} holds {counted(len(tags), 'checkpoint')} of DeepSpeed, and no file `latest`"
+        raise Ambiguous(f"{what}: {listed(tags, 3)}", fix=advice)
     if not _is_tag(source, name):
         path = os.path.join(source.path, latest)
         if name in source:
@@ -175,8 +175,7 @@ def read(folder: Folder) -> Checkpoint:
     is_pipeline = len(stages) > 1 or bool(tag.layers)
     if "offloaded_tensors" in folder or states.get("ds_autoep_layers"):
         what = "experts in AutoEP" if states.get("ds_autoep_layers") else "an optimizer that was offloaded to NVMe"
-        why = "Its layout differs from ZeRO's and is not supported."
-        raise Unsupported(f"{folder} has {what}", why, "With DeepSpeed: load it, and save it without.")
+        raise Unsupported(f"{folder} has {what}", fix="With DeepSpeed: load it, and save it without.")
     model = _layers(tag) if is_pipeline else _with_experts(tag)
     weights: dict[str, TensorEntry] = {}  # a parameter that several stages have is that of the first
     optimizer: dict[str, Any] | None = None
@@ -256,11 +255,8 @@ def _layers(tag: Tag) -> dict[Any, Any]:
     degrees = first.states.get("checkpoint_parallel_dimensions")
     is_divided = degrees.get("tp_degree") != 1 if isinstance(degrees, dict) else not tag.layers
     if divided_files := [name for name in tag.layers if not _LAYER.fullmatch(name)] or (is_divided and [first.file]):
-        raise Unsupported(
-            f"{tag.folder} was saved with tensor parallelism, as {divided_files[0]} shows",
-            "Each rank has parts of the weights, and how those are joined depends on the model.",
-            "With DeepSpeed: deepspeed/checkpoint/ds_to_universal.py, which has rules for it; then name its folder.",
-        )
+        what = f"{tag.folder} was saved with tensor parallelism, as {divided_files[0]} shows"
+        raise Unsupported(what, fix="With DeepSpeed: ds_to_universal.py, which has rules for it; then name its folder.")
     count = fields(degrees).get("pp_degree")
     complete(tag.folder, stages, count if type(count) is int else len(stages), first.file)
     facts: dict[str, Any] = {}
@@ -404,8 +400,7 @@ def _universal(tag: Tag) -> Checkpoint:
             are_tensors = isinstance(other, TensorEntry) and isinstance(value, TensorEntry)
             if name not in trained and are_tensors and agree(other, value, read=True) is False:
                 what = f"{folder}: {name!s} differs in {file}, and is not trained"
-                why = "It may be sharded by tensor parallelism; ds_to_universal joins only what is trained."
-                raise Unsupported(what, why, "With DeepSpeed: load it there, and save the whole model.")
+                raise Unsupported(what, fix="With DeepSpeed: load it there, and save the whole model.")
     zero_folder = Folder(os.path.join(folder.path, UNIVERSAL))
     if missing := [name for name in [*chain(*groups), _COMMON] if name not in zero_folder]:
         raise lacks(zero_folder, counted(len(missing), "entry", "entries"), missing)

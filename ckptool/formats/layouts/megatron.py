@@ -68,11 +68,8 @@ def read(source: Input) -> Checkpoint:
         why = f"{BACKEND} is written last: the run was stopped before that, or it was damaged or not copied along."
         raise Truncated(what, why, "Copy the whole folder, or take an earlier iteration.")
     if backend != "torch_dist":
-        what = f"{source} was saved by Megatron-Core with its backend {backend[:40]}"
-        why = "Only torch_dist is read here; zarr, a folder for each tensor, was removed in Megatron-Core 0.13."
-        raise Unsupported(
-            what, why, "With the Megatron that wrote it: load it, and save it with --ckpt-format torch_dist"
-        )
+        what = f"{source} was saved by Megatron-Core with its backend {backend[:40]}, not torch_dist"
+        raise Unsupported(what, fix="With that Megatron: load it, and save it with --ckpt-format torch_dist")
     if COMMON not in source:
         what = f"{source} has no {COMMON}"
         raise Truncated(what, "It has the arguments, the iteration and the optimizer's settings.", "Copy all files.")
@@ -103,11 +100,8 @@ def latest(run: Folder) -> Folder:
     name = f"iter_{int(text):07d}" if re.fullmatch("[0-9]{1,12}", text) else text if text == "release" else ""
     folder = Folder(os.path.join(run.path, name)) if name in iterations else run
     if is_run(folder):  # or a link that leads back to where it is
-        raise Corrupt(
-            f"{run}: its {TRACKER} says {text!r}, an iteration that is not there",
-            "It was deleted or not copied along. Only a number or `release` is followed.",
-            f"Name an iteration: {command('inspect', os.path.join(run.path, iterations[-1]))}",
-        )
+        what, why = f"{run}: its {TRACKER} says {text!r}, an iteration that is not there", "It was not copied along."
+        raise Corrupt(what, why, f"Name one: {command('inspect', os.path.join(run.path, iterations[-1]))}")
     return folder
 
 

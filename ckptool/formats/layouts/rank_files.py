@@ -52,12 +52,9 @@ def read(source: Folder) -> Checkpoint:
     for name in ranks.sets:
         files, trees = ranks.open(name)
         if any(is_flat_parameter(key) for key in (trees[0] if isinstance(trees[0], dict) else ())):
-            raise Unsupported(
-                f"{source} holds FSDP's flat parameters (LOCAL_STATE_DICT), one vector for each wrapped module",
-                "The files lack the names and shapes of the parameters in it: they alone do not make the model.",
-                "Take these from a spec or another checkpoint of the model: "
-                f"{command('convert', source.path, against=Slot('SPEC'), out=OUT)}",
-            )
+            what = f"{source} holds FSDP's flat parameters (LOCAL_STATE_DICT), without the names and shapes in them"
+            line = command("convert", source.path, against=Slot("SPEC"), out=OUT)
+            raise Unsupported(what, fix=f"Take these from a spec or another checkpoint of the model: {line}")
         apart = name.startswith(("optim", "extra"))
         tree[name] = joined_trees(ranks.joiner, name, files, trees, apart=apart)
     engine = "accelerate, FSDP with use_dcp=False" if ranks.is_accelerate else "FSDP, one file per rank"
@@ -119,7 +116,7 @@ def of_flat_parameters(folder: Folder, shapes: Shapes, ties: Mapping[str, str], 
     flat = [key for key in (trees[0] if trees and isinstance(trees[0], dict) else ()) if is_flat_parameter(key)]
     if not flat or not all(isinstance(tree, dict) and set(flat) <= tree.keys() for tree in trees):
         what = f"{folder} has no flat parameters (LOCAL_STATE_DICT) of FSDP"
-        raise Unsupported(what, "Nothing in it needs the shapes of a model.", f"Leave out {arg('against')}.")
+        raise Unsupported(what, fix=f"Leave out {arg('against')}.")
     if unknown := [str(name) for name in trees[0] if name not in shapes and name not in ties and name not in flat]:
         what = f"the files have tensors that the description lacks: {listed(unknown, 3)}"
         raise _conflict(folder, what, "The description belongs to a different model.")

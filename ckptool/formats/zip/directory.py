@@ -538,8 +538,7 @@ def _place_earlier_state(archive: Archive, pickle: Record, records: list[Record]
     returns the new ones, by offset."""
     source, end_at = archive.source, pickle.header - END.size
     if depth == MAX_EDITS:
-        what = f"{source} was edited in place more than {MAX_EDITS} times"
-        raise LimitExceeded(what, "Each of its old states would have to be read.")
+        raise LimitExceeded(f"{source} was edited in place more than {MAX_EDITS} times")
     earlier = _read_directory(source, end_at)
     if earlier.end != end_at + END.size:
         raise Ambiguous(f"{source}: the archive before the record {pickle} is not complete")
