@@ -18,7 +18,7 @@ from ckptool.checkpoint import StorageRef, Tensor
 from ckptool.checkpoint.nodes import Object, OrderedDict, with_article
 from ckptool.checkpoint.numpy_arrays import Array, array_tensor
 from ckptool.checkpoint.tree import address, children, item_at, walk
-from ckptool.commands import FILE, OUT, OUT_PT, OUT_SAFETENSORS, command
+from ckptool.commands import FILE, OUT, OUT_PT, command
 from ckptool.conventions import state_dicts
 from ckptool.conventions.state_dicts import COUNTER, StateDict, of_positions, without_wrappers, wrappers
 from ckptool.errors import counted, form, listed
@@ -47,9 +47,6 @@ def mains(contents: Listing, target: Target | None) -> list[StateDict]:
     models = [root for root in models if root.kind == state_dicts.WEIGHTS] or models
     if target is None or len(models) < 2:
         return models
-    for parts in state_dicts.parts_of_one(contents.tree, models):
-        if (way := find_way(parts, target)).fit.is_exact and not (way.steps or way.unwraps):
-            return [parts]
     fits = [find_way(root, target).fit for root in models]
     scores = [fit.matched - len(fit.missing) - len(fit.extra) - len(fit.shapes) for fit in fits]
     return [root for root, score in zip(models, scores, strict=True) if score == max(scores)]
@@ -77,9 +74,7 @@ def of_layout(
             kinds = listed([*dict.fromkeys(root.detail or root.kind for root in contents.roots)]) or "nothing at all"
             yield finding("no-weights", kinds="one tensor" if isinstance(contents.tree, Tensor) else kinds)
         return
-    if root.detail == state_dicts.PARTS:
-        yield finding("nested-weights, in parts", place=address(root.path) or "/", model=model)
-    elif root.path:  # an entry of the file, or one set of several: the file is not a state dict
+    if root.path:  # an entry of the file, or one set of several: the file is not a state dict
         tops = [key for key, _ in children(contents.tree)]
         expression, node = "checkpoint", contents.tree  # the weights in Python: `checkpoint['learner'].model`
         for key in root.path:
@@ -93,10 +88,6 @@ def of_layout(
         if len(candidates) > 1:
             sets, addresses = counted(len(candidates), "set"), listed([root.address for root in candidates], 4)
             reason = finding("several-weights", count=sets, names=addresses, **facts)
-            if contents.file and (parts := next(state_dicts.parts_of_one(contents.tree, candidates), None)):
-                join = command("convert", f"{contents.file}#{parts.address or '/'}", out=OUT_SAFETENSORS)
-                advice = f"{reason.advice}. For one model in parts, with {state_dicts.PARTS}: "
-                reason = replace(reason, advice=advice, advised=(join,))
         else:
             averages = {other.path[0] for other in contents.roots if other.kind == state_dicts.AVERAGE and other.path}
             other_keys = sorted((key for key in tops if key != root.path[0]), key=lambda key: key not in averages)

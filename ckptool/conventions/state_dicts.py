@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from math import isqrt
 from typing import Any
 
@@ -24,7 +24,6 @@ from ckptool.checkpoint.tree import (
     children,
     detached,
     find,
-    item_at,
     method_owner,
     module_attributes,
     module_state_dict,
@@ -211,8 +210,7 @@ def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[State
     """
     roots = _weights(checkpoint, at, arrays=True)
     if len(roots) == 1:
-        names = joined_names(roots[0].node) if at is not None else None
-        return (roots[0], "") if names is None else (replace(roots[0], node=names), PARTS)
+        return roots[0], ""
     models = [root for root in roots if root.kind == WEIGHTS]
     if len(models) == 1:
         averages = listed([printable(root.address) for root in roots if root.kind == AVERAGE])
@@ -221,42 +219,7 @@ def one_state_dict(checkpoint: Checkpoint, at: str | None = None) -> tuple[State
     what = f"{checkpoint.source or 'the checkpoint'} has {counted(len(roots), 'set')} of model weights: {sets}"
     alone = f"Give it alone: checkpoint{''.join(f'[{key!r}]' for key in roots[0].path)}"
     fix = alone if checkpoint.source is None else f"Name it: {quoted(input_of(checkpoint.source, roots[0].address))}"
-    if checkpoint.source is not None and (parts := next(parts_of_one(checkpoint.tree, roots), None)):
-        fix += f"; or all as one, {PARTS}: {quoted(input_of(checkpoint.source, parts.address or '/'))}"
     raise UsageError(what, "This command takes one set.", fix)
-
-
-PARTS = "names joined by dots"
-
-
-def joined_names(node: Any) -> dict[str, Tensor] | None:
-    """The tensors in dictionaries of dictionaries, their names joined by dots, as in the state dict of a model whose
-    parts were saved apart; None where there is only one dictionary, or anything else in them."""
-    if not isinstance(node, dict) or not any(isinstance(part, dict) for part in node.values()):
-        return None
-    names, seen, stack = dict[str, Tensor](), set[int](), list[tuple[str, Any]]([("", node)])
-    while stack:  # opening has bounded the characters of all names
-        name, value = stack.pop()
-        if isinstance(value, dict) and id(value) not in seen and all(type(key) is str for key in value):
-            if any(isinstance(part, dict) and not f"_{key}".isidentifier() for key, part in value.items()):
-                return None  # no attribute of a module: a file, say
-            seen.add(id(value))
-            stack += [(f"{name}.{key}" if name else key, part) for key, part in reversed(value.items())]
-        elif isinstance(value, (TensorEntry, Composite)) and name not in names:
-            names[name] = value
-        else:
-            return None
-    return names
-
-
-def parts_of_one(tree: Any, roots: Sequence[StateDict]) -> Iterator[StateDict]:
-    """The dictionaries that have all of these sets of weights and nothing else, from the inside, each as one set; of a
-    few around them."""
-    columns = zip(*(root.path for root in roots), strict=False)
-    path = tuple(keys[0] for keys in takewhile(lambda keys: len({*keys}) == 1, columns))
-    for place in (path[:length] for length in range(len(path), max(-1, len(path) - 4), -1)):
-        if (names := joined_names(item_at(tree, place))) is not None:
-            yield StateDict(place, names, WEIGHTS, PARTS, base=roots[0].base)
 
 
 def _whole_module(path: Path, node: Any) -> StateDict | None:

@@ -1,12 +1,10 @@
 """`bundle.json`: how the files of an unbundled bundle belong together, and what of it was no tensor.
 
     {"schema": "ckptool.bundle/1", "container": "torch-zip",
-     "members": [{"name": "generator", "file": "generator.pt"}, {"name": "epoch", "value": 3}, …],
-     "ties": [["generator/emb.weight", "discriminator/emb.weight"], …]}
+     "members": [{"name": "generator", "file": "generator.pt"}, {"name": "epoch", "value": 3}, …]}
 
-A name is a text or a number, as the bundle's key is. ties: addresses of tensors on one storage, in several members.
-ordered: it is an OrderedDict. In records of 0.1.0, `twins` are separate tensors that the bundle stored once: each has
-its bytes in its own file, and they stay apart.
+A name is a text or a number, as the bundle's key is. ordered: it is an OrderedDict. Records of 0.1.0 may have `ties` or
+`twins`, tensors that members shared or that were stored once: each member's file has its bytes, and they stay apart.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ class BundleMember:
 
 @dataclass(frozen=True, slots=True)
 class BundleRecord:
-    """The contents of `bundle.json`. container: that of the bundle."""
+    """The contents of `bundle.json`. container: that of the bundle.  was_tied: its members shared tensors."""
 
     container: str
     parts: tuple[BundleMember, ...]
-    ties: tuple[tuple[str, ...], ...] = ()
     ordered: bool = False
+    was_tied: bool = False
 
 
 def text(record: BundleRecord) -> bytes:
@@ -55,7 +53,6 @@ def text(record: BundleRecord) -> bytes:
         else {"name": part.name, "value": part.value}
         for part in record.parts
     ]
-    fields |= {"ties": record.ties} if record.ties else {}
     content = json.dumps(fields, indent=1, ensure_ascii=False)
     if not is_text(content):
         raise Unsupported("names or values have half a surrogate pair", "No program could read it in bundle.json.")
@@ -77,7 +74,7 @@ def read(folder: Folder) -> BundleRecord:
     def damaged(problem: str) -> Corrupt:
         return Corrupt(f"{source} is damaged: {problem[:200]}", "It is not what ckptool unbundle writes.")
 
-    members, ties = fields.get("members"), fields.get("ties", [])
+    members = fields.get("members")
     if type(members) is not list:
         raise damaged("a list of members was expected")
     by_name: dict[str, BundleMember] = {}
@@ -88,7 +85,5 @@ def read(folder: Folder) -> BundleRecord:
         if str(name) in by_name:
             raise damaged(f"it names {name} twice")
         by_name[str(name)] = BundleMember(name, file, member.get("value"))
-    if type(ties) is not list or not all(type(tie) is list and all(type(t) is str for t in tie) for tie in ties):
-        raise damaged("its ties are not lists of strings")
-    ordered = fields.get("ordered") is True
-    return BundleRecord(str(fields.get("container")), tuple(by_name.values()), tuple(map(tuple, ties)), ordered)
+    ordered, was_tied = fields.get("ordered") is True, bool(fields.get("ties"))
+    return BundleRecord(str(fields.get("container")), tuple(by_name.values()), ordered, was_tied)

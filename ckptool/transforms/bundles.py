@@ -7,7 +7,6 @@ never containers: each can be written to a file of its own, and comes back from 
 from __future__ import annotations
 
 import json
-import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from ckptool.checkpoint import Checkpoint, Storage, TensorEntry
 from ckptool.checkpoint.blocks import sha256_of
 from ckptool.checkpoint.nodes import OrderedDict, same_kind
 from ckptool.checkpoint.progress import over
-from ckptool.checkpoint.tree import Path, address, map_storages, rebuild, storages, stored_parts, tensors, walk
+from ckptool.checkpoint.tree import rebuild, storages, tensors
 from ckptool.commands import NAME, OUT, Slot, arg, command, input_of
 from ckptool.conventions.state_dicts import PLAIN, StateDict, find_state_dicts, is_optimizer, kinds_of
 from ckptool.errors import Ambiguous, Conflict, Unsupported, UsageError, counted, is_text, listed
@@ -26,16 +25,12 @@ from ckptool.formats import DEFAULT, WRITERS
 
 LONGEST_NAME = 200  # bytes: with a suffix it has to be the name of a file
 _NAME = (
-    "A member can become a file of its name, on any system: visible text of at most "
-    f'{LONGEST_NAME} bytes without / \\ : * ? " < > |, that does not begin with a dash, nor begin or end with a dot or '
-    "a space, and is no device of Windows; or a number. Nothing was written."
+    f"A member can become a file of its name: visible text of at most {LONGEST_NAME} bytes without / \\ :, that does "
+    "not begin with a dash, nor begin or end with a dot or a space; or a number. Nothing was written."
 )
 CONTAINERS = tuple(each.name for each in WRITERS if each.keeps_tree and not each.writes_folder)
 MAX_PLAIN = 1 << 16  # characters of JSON; a longer value gets a file of its own
 _MAX_PARTS, _MAX_DEPTH = 10_000, 50
-
-_NO_FILE = re.compile(r'[/\\:*?"<>|\x00-\x1f\x7f]')
-_DEVICES = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])(\..*)?", re.IGNORECASE)  # of Windows
 
 
 def container_of(checkpoint: Checkpoint) -> str:
@@ -61,8 +56,8 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
     fix = f"Give it another name; in a bundle: {arg(rename={Slot('OLD'): Slot('NEW')})}"
     taken: dict[str, Any] = {_folded(name): name for name in among}
     for name in names:
-        if type(name) is str and is_text(name) and name.isprintable() and not _NO_FILE.search(name):
-            is_bare = name == name.strip(" .") and not name.startswith("-") and not _DEVICES.fullmatch(name)
+        if type(name) is str and is_text(name) and name.isprintable() and {*"/\\:"}.isdisjoint(name):
+            is_bare = name == name.strip(" .") and not name.startswith("-")
             fits = is_bare and 0 < len(name.encode()) <= LONGEST_NAME
         else:
             fits = type(name) is int and name >= 0
@@ -207,48 +202,14 @@ def is_plain(value: Any) -> bool:
 # Ties across members -------------------------------------------------------------------------------------------------
 
 
-def ties_across(tree: Mapping[Any, Any]) -> tuple[tuple[str, ...], ...]:
-    """The addresses of the tensors on each storage that several members share.
-
-    Raises `Ambiguous` where such an address is the name of two tensors (keys 0 and "0").
-    """
-    users: dict[int, list[tuple[Path, str]]] = defaultdict(list)
-    storages_at: dict[str, set[int]] = defaultdict(set)
-    for path, place, storage in _storage_places(tree):
-        users[id(storage)].append((path[:1], place))
-        storages_at[place].add(id(storage))
-    ties = tuple(tuple(place for _, place in group) for group in users.values() if len({name for name, _ in group}) > 1)
-    if ambiguous := [place for group in ties for place in group if len(storages_at[place]) > 1]:
-        what = f"{ambiguous[0]} is the name of two tensors, one of which is shared with another member"
-        raise Ambiguous(what, "The sharing could not be recorded.")
-    return ties
-
-
-def tied_again(tree: dict[Any, Any], ties: Iterable[Sequence[str]]) -> dict[Any, Any]:
-    """The tree with one storage for each group of `ties_across`. Raises `Conflict` where tied tensors now differ.
-
-    Addresses that lead nowhere are passed over: the tensor is gone.
-    """
-    storage_at = {place: storage for _, place, storage in _storage_places(tree)}
-    replacements: dict[int, Storage] = {}
-    for group in ties:
-        names = [place for place in group if place in storage_at]
-        tied = list({id(storage_at[place]): storage_at[place] for place in names}.values())
-        groups = list(equal([(storage.location, storage) for storage in tied]))
-        if len(tied) > 1 and [len(storages) for storages in groups] != [len(tied)]:
-            what = f"{listed(names)} were one tensor in the bundle, but differ now"
-            why = "Tied again, one of them would lose its values. Nothing was written."
-            raise Conflict(what, why, 'To keep both, take them out of "ties" in bundle.json.')
-        replacements.update((id(storage), tied[0]) for storage in tied)
-    return map_storages(tree, lambda storage: replacements.get(id(storage), storage)) if replacements else tree
-
-
-def _storage_places(tree: Any) -> Iterator[tuple[Path, str, Storage]]:
-    """The storages in a tree, each with an address; the storages of one composite tensor are numbered."""
-    for path, node in walk(tree):
-        parts = list(stored_parts(node))
-        for number, part in enumerate(parts):
-            yield path, address(path) + (f"#{number}" if len(parts) > 1 else ""), part.storage
+def shared_members(tree: Mapping[Any, Any]) -> list[str]:
+    """The members that share a storage with another one."""
+    owners: dict[int, set[Any]] = defaultdict(set)
+    for name, member in tree.items():
+        for storage in storages(member):
+            owners[id(storage)].add(name)
+    sharing = set[Any]().union(*(names for names in owners.values() if len(names) > 1))
+    return [str(name) for name in tree if name in sharing]
 
 
 def refuse_unnamed(like: Any) -> None:

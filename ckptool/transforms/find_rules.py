@@ -57,7 +57,6 @@ MOST_ORDERED = 4  # tensors that are tried in every order
 MOST_TOKENS = 64  # of a name in which words may differ, dots included: no model has as many
 MOST_WORDS = 16  # that differ; two, three or all of them are tried together
 SHOWN = 6
-MOST_SHOWN = 100  # rules that are printed beside their file
 
 Entries = Mapping[str, TensorEntry]
 Part = tuple[str, tuple[str, ...]]
@@ -400,12 +399,9 @@ class FoundRules(Report):
     def told(self) -> Told:
         paint = green if self.complete else yellow
         yield bold(self.old), " → ", bold(self.new), ": ", paint(self._proof())
-        in_file = self.output and not self.dry_run
-        for rule in self.rules[:MOST_SHOWN] if in_file else self.rules:
+        for rule in self.rules:
             yield "  ", cyan(rule.text)
             yield f"    {rule.evidence()}"
-        if in_file and len(self.rules) > MOST_SHOWN:
-            yield f"  … {len(self.rules) - MOST_SHOWN:,} more in {self.output}"
         yield from (f"  {text}" for text in self._left_over())
         if self.output:
             yield f"{'would write' if self.dry_run else 'wrote'} {self.output}"
@@ -419,10 +415,9 @@ class FoundRules(Report):
         lines = [f"# {names}: {self._proof()}.", *(f"# {printable(text)}" for text in self._left_over()), "rules:"]
         for rule in self.rules:
             lines += [f"# {rule.evidence()}", yaml_item(rule.text)]
-        lines += (
-            ["# What is missing may be made from these: check them."] if self.drop and self._is_incomplete() else []
-        )
-        lines += ["drop:", *map(yaml_item, self.drop)] if self.drop else []
+        if self.drop:
+            lines += ["# What is missing may be made from these: check them."] * self._is_incomplete()
+            lines += ["drop:", *map(yaml_item, self.drop)]
         return "\n".join(lines) + "\n"
 
     def _proof(self) -> str:

@@ -232,9 +232,7 @@ class Search:
         self.links, self.ways = list[Link](), list[str]()
         while self._by_prefix():
             pass
-        for vary in (2, 1, 0) if max(map(len, self.free)) <= MOST else ():  # whole families, then single keys
-            while self._by_shapes(vary):
-                pass
+        self._by_shapes()
 
     def _accept(self, pairs: Mapping[str, str], why: str) -> None:
         for key, goal in pairs.items():
@@ -296,39 +294,23 @@ class Search:
                 self.free[0][name], self.originals[name] = trait, self.originals[key]
         return bool(accepted)
 
-    def _by_shapes(self, vary: int) -> bool:
-        """Links families that alone have their shapes, and with them those of the same modules and numbers that share
-        leaves and shapes."""
-        before = len(self.links)
-        ours, theirs = (families(free, vary) for free in self.free)
-        owners = [Counter(trait for family in side for trait in {*family.traits.values()}) for side in (ours, theirs)]
-        by_shape = {trait: family for family in theirs for trait in family.traits.values()}
-        modules = defaultdict[str, dict[str, Family]](dict), defaultdict[str, dict[str, Family]](dict)
-        for side, by_module in zip((ours, theirs), modules, strict=True):
-            for family in side:
-                module, _, leaf = family.text.rpartition(".")
-                by_module[module][leaf] = family
-        for mine in (family for family in ours if family.rank > 1):
-            near = by_shape.get(next(iter(mine.traits.values())))
+    def _by_shapes(self) -> None:
+        """Links tensors that alone have their shapes, of at least two dimensions; then what is beside them, under the
+        same name and in the same shape."""
+        ours, theirs = self.free
+        counts, keys = [Counter(free.values()) for free in self.free], {shape: key for key, shape in theirs.items()}
+        beside = defaultdict[str, list[str]](list)
+        for key in ours:
+            beside[key.rpartition(".")[0]].append(key)
+        for key, shape in [*ours.items()]:
+            is_alone = counts[0][shape] == counts[1][shape] == 1 and sum(size > 1 for size in shape or ()) > 1
             # Names that differ in numbers only are other layers, or are counted otherwise.
-            if near is None or mine.unnumbered == near.unnumbered:
-                continue
-            shapes = {*mine.traits.values(), *near.traits.values()}
-            is_alone = all(count[shape] == 1 for count in owners for shape in shapes)
-            (module, _, leaf), (other_module, _, other_leaf) = (f.text.rpartition(".") for f in (mine, near))
-            beside = modules[1][other_module] if leaf == other_leaf else {}
-            pairs = [(other, beside[leaf]) for leaf, other in modules[0][module].items() if leaf in beside]
-            if is_alone and self._open(mine, near) and all(one.rank == other.rank for one, other in pairs):
-                self._accept(self._open(mine, near), "nothing else has these shapes")
-                for one, other in pairs:
-                    if one.keys.keys() <= mine.keys.keys() and (more := self._open(one, other)):
-                        self._accept(more, "the other tensors of the module fit")
-        return len(self.links) > before
-
-    def _open(self, one: Family, other: Family) -> dict[str, str]:
-        """The keys of two families with the same numbers and shapes, if all have no link yet."""
-        pairs = same_numbers(one, other)
-        return pairs if self.free[0].keys() >= pairs.keys() and self.free[1].keys() >= {*pairs.values()} else {}
+            if is_alone and _NUMBER.sub("", key) != _NUMBER.sub("", goal := keys[shape]):
+                (module, _, leaf), (other_module, _, other_leaf) = key.rpartition("."), goal.rpartition(".")
+                self._accept({key: goal}, "nothing else has these shapes")
+                names = {k: f"{other_module}.{k[len(module) + 1 :]}" for k in beside[module] if leaf == other_leaf}
+                pairs = {k: name for k, name in names.items() if k in ours and theirs.get(name, 0) == ours[k]}
+                self._accept(pairs, "the other tensors of the module fit")
 
 
 def _starts(text: str) -> list[int]:

@@ -193,6 +193,8 @@ def _unbundled(path: PathLike, part: bool) -> _Members:
         else:
             parts.checkpoint = replace(parts.checkpoint, tree={**parts.checkpoint.tree, entry.name: entry.value})
     parts.inputs.append(folder)
-    tree = bundles.tied_again(bundles.bundled(parts.checkpoint.tree), record.ties)
-    parts.checkpoint = replace(parts.checkpoint, tree=tree)
+    if record.was_tied:
+        message = f"members that shared tensors, by {bundle_json.NAME}, have them for each now"
+        parts.notes.append(Note("sharing-lost", message))
+    parts.checkpoint = replace(parts.checkpoint, tree=bundles.bundled(parts.checkpoint.tree))
     return parts

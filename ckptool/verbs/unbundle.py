@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 from ckptool import formats
 from ckptool.analysis.verify import refuse_damaged
-from ckptool.checkpoint import InlineBytes
+from ckptool.checkpoint import InlineBytes, Note
 from ckptool.checkpoint.blocks import Plan
 from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.nodes import OrderedDict
 from ckptool.commands import ADDRESS, FILE, NAME, OUT, arg, command, option, repeated, several, verb
-from ckptool.errors import CkptoolError, Conflict, UsageError, counted
+from ckptool.errors import CkptoolError, Conflict, UsageError, counted, listed
 from ckptool.formats import PathLike, bundle_json, marks, open_whole
 from ckptool.pickles.calls import refuse_unknown
 from ckptool.transforms import bundles
@@ -67,7 +67,7 @@ def unbundle(
             for name, row in zip(tree, rows, strict=True)
         )
         ordered = isinstance(checkpoint.tree, OrderedDict)
-        record = bundle_json.BundleRecord(bundles.container_of(checkpoint), entries, bundles.ties_across(tree), ordered)
+        record = bundle_json.BundleRecord(bundles.container_of(checkpoint), entries, ordered)
         template = replace(checkpoint, container=container.name, origin=None, tensors_only=False, notes=())
         marked = {name: marks.recovered(checkpoint.metadata, (name,)) for name in files}
         parts = {file: replace(template, tree=tree[name], metadata=marked[name]) for name, file in files.items()}
@@ -92,10 +92,13 @@ def unbundle(
             if earlier is not None:
                 replaceable = {bundle_json.NAME, *(part.file for part in earlier.parts if part.file)}
         inputs, size = [checkpoint.source] if checkpoint.source is not None else [], plan.nbytes
-        notes = change.put(plan, path, inputs, verify, replaceable)
-        written = change.written(opened.checkpoint, path, container.name, "new folder", size, size, notes)
+        put_notes = change.put(plan, path, inputs, verify, replaceable)
+        written = change.written(opened.checkpoint, path, container.name, "new folder", size, size, put_notes)
         written = replace(written, replaced=replaced)
     values = len(tree) - len(files)
     what = f"{counted(len(files), 'file')} and {bundle_json.NAME}"
     what += f", with {counted(values, 'plain value')}" if values else ""
-    return written.about(what, Row("members", rows, bundles.lines_of(rows)))
+    shared = bundles.shared_members(tree)
+    message = f"members that share tensors have them for each in their files: {listed(shared, 4)}"
+    notes = [Note("sharing-lost", message)] if shared and folder is not None else []
+    return written.about(what, Row("members", rows, bundles.lines_of(rows)), notes=notes)

@@ -1,24 +1,17 @@
 """One root as plain tensors: what is kept, what is left behind, what is only noted."""
 
-import shlex
-import subprocess
-import sys
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 import ckptool
 from ckptool.errors import Conflict, NoMatch, Unsupported, UsageError
 from fixtures.traps import TRAPS
-from tests.support.cli import Run
 from tests.support.files import saved, weights
 from tests.support.looped import looped
-from tests.support.same import assert_same_objects
 
 
 def exported(value: Any, folder: Path, **options: Any) -> tuple[list[str], list[str], list[str]]:
@@ -102,60 +95,3 @@ def test_ties_are_copied_only_where_each_name_has_values_of_its_own(tmp_path: Pa
         with pytest.raises(UsageError, match="weights only"):
             ckptool.convert(file, tmp_path / out, ties="copy", **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt"]
-
-
-def random_model(random: Random, depth: int = 3) -> nn.Module:
-    """Submodules of submodules, each with a layer of its own."""
-    model = nn.Module()
-    model.add_module("fc", nn.Linear(2, random.randint(1, 3)))
-    for number in range(random.randint(1, 3) if depth else 0):
-        model.add_module(random.choice("abc") + str(number), random_model(random, depth - 1))
-    return model
-
-
-def in_parts(model: nn.Module, random: Random) -> dict[str, Any]:
-    """The state dicts of its submodules, saved apart at random levels."""
-    return {
-        name: in_parts(part, random) if random.random() < 0.6 and not isinstance(part, nn.Linear) else part.state_dict()
-        for name, part in model.named_children()
-    }
-
-
-@looped("seed", range(12))
-@pytest.mark.parametrize("entry", ["", "net"])
-def test_parts_of_a_model_that_were_saved_apart_are_one(entry: str, seed: int, tmp_path: Path, run: Run) -> None:
-    """The judge is the state dict of the whole model."""
-    model, other = (random_model(Random(seed)) for _ in range(2))
-    parts = in_parts(model, Random(seed + 1))
-    file = saved({entry: parts, "epoch": 3} if entry else parts, tmp_path / "in.pt")
-    whole, name = saved(model.state_dict(), tmp_path / "whole.pt"), f"{file}#{entry or '/'}"
-    ckptool.convert(name, tmp_path / "out.safetensors")
-    assert_same_objects(
-        dict(model.state_dict()), {k: load_file(tmp_path / "out.safetensors")[k] for k in model.state_dict()}
-    )
-    ckptool.load_into(other, name)
-    assert_same_objects(dict(model.state_dict()), dict(other.state_dict()))
-    found = ckptool.doctor(file, against=whole)
-    assert [each.code for each in found.findings][:1] == ["nested-weights"], found
-    assert run("doctor", str(file), "--against", str(whole), "--fix", "-o", str(tmp_path / "fixed.pt")).code == 0
-    assert_same_objects(dict(model.state_dict()), dict(torch.load(tmp_path / "fixed.pt")))
-    for advice in [each.advice for each in ckptool.doctor(file).findings if each.code == "several-weights"]:
-        words = advice.partition("joined by dots: ckptool ")[2]
-        subprocess.run(["sh", "-c", f"{shlex.quote(sys.executable)} -m ckptool {words}"], check=True, cwd=tmp_path)
-        assert load_file(tmp_path / "in.fixed.safetensors").keys() == model.state_dict().keys()
-        (tmp_path / "in.fixed.safetensors").unlink()
-
-
-def test_what_is_more_than_parts_of_a_model_is_not_joined(tmp_path: Path) -> None:
-    sets = {"G": weights("a.w", "b.w"), "D": weights("a.w", "b.w")}
-    file = saved({**sets, "epoch": 3}, tmp_path / "in.pt")
-    with pytest.raises(Unsupported, match="a dictionary with 2 tensors"):
-        ckptool.convert(f"{file}#/", tmp_path / "out.safetensors")
-    with pytest.raises(UsageError) as caught:
-        ckptool.convert(file, tmp_path / "out.safetensors")
-    assert "joined" not in caught.value.fix
-    two_of_one_name = {"a": {"b": weights("w", "v"), "b.w": torch.ones(2)}}
-    for value in (two_of_one_name, {"model.pt": weights("a.w"), "dense/model.pt": weights("a.w")}):
-        file = saved(value, tmp_path / "other.pt")
-        with pytest.raises(Unsupported):
-            ckptool.convert(f"{file}#/", tmp_path / "out.safetensors")

@@ -129,7 +129,7 @@ def test_words_that_make_no_sense(gan_files: Path, words: str, said: str, run: R
 
 
 GOOD_NAMES = ["generator", "a.b", "na\u00efve", "\u6a21\u578b", "control", "com", 0, 1, "x y", "x" * 200]
-BAD_NAMES = ["../../x", "/abs", "CON", "nul.tar", "Lpt1", "a/", "a\\b", ".", "..", "a.", " a", "", "C:x", "a:b", "a\0b"]
+BAD_NAMES = ["../../x", "/abs", "a/", "a\\b", ".", "..", "a.", " a", "", "C:x", "a:b", "a\0b"]
 BAD_NAMES += ["\x1b[31m", "a\u202eb", "a\nb", "a\ud800", "x" * 201, "-rf"]
 
 
@@ -213,7 +213,7 @@ def test_names_that_pass_are_names_of_files(name: str) -> None:
         check_names([name])
     except Conflict:
         return
-    assert name and name not in (".", "..") and not set(name) & set('/\\:\0*?"<>|') and name.isprintable()
+    assert name and name not in (".", "..") and not set(name) & set("/\\:\0") and name.isprintable()
     for other in (name.upper(), name.lower()):
         with pytest.raises(Conflict):
             check_names([name, other])
@@ -288,21 +288,19 @@ def test_a_damaged_member_leaves_no_folder_and_a_dry_run_reads_none(gan_bundle: 
     refused("output-exists", gan_bundle.parent, partial(ckptool.unbundle, gan_bundle, "parts", dry_run=True))
 
 
-def test_ties_between_members_come_back_unless_they_differ_now(tmp_path: Path) -> None:
-    model = {"emb.weight": SHARED, "b.bias": torch.ones(2)}
-    critic = {"emb.weight": SHARED, "rows.weight": SHARED[2:4].t()}
+def test_tensors_that_members_share_are_written_for_each_and_said(tmp_path: Path) -> None:
+    model, critic = {"emb.weight": SHARED, "b.bias": torch.ones(2)}, {"rows.weight": SHARED[2:4].t()}
     torch.save({"model": model, "critic": critic, "sparse": torch.eye(2).to_sparse()}, tmp_path / "tied.pt")
-    parts = tmp_path / "parts"
-    ckptool.unbundle(tmp_path / "tied.pt", parts)
-    ckptool.bundle(out=tmp_path / "out.pt", from_folder=parts, rename={"critic": "C"}, drop=["sparse"])
+    (note,) = ckptool.unbundle(tmp_path / "tied.pt", parts := tmp_path / "parts").notes
+    assert note.code == "sharing-lost" and note.message.endswith(": model, critic")
+    record = json.loads((parts / "bundle.json").read_text())
+    for ties, codes in ((None, []), ([["model/emb.weight", "critic/rows.weight"]], ["sharing-lost"])):  # of 0.1.0
+        (parts / "bundle.json").write_text(json.dumps(record | ({"ties": ties} if ties else {})))
+        done = ckptool.bundle(out=tmp_path / "out.pt", from_folder=parts, overwrite=True)
+        assert [note.code for note in done.notes] == codes
     after = load(tmp_path / "out.pt")
     after["model"]["emb.weight"].zero_()
-    assert list(after) == ["model", "C"] and not after["C"]["emb.weight"].any()
-    changed = load(parts / "critic.pt")
-    changed["emb.weight"] += 1
-    torch.save(changed, parts / "critic.pt")
-    again = partial(ckptool.bundle, out=tmp_path / "no.pt", from_folder=parts)
-    refused("conflict", tmp_path, again, "were one tensor in the bundle, but differ now")
+    assert torch.equal(after["critic"]["rows.weight"], SHARED[2:4].t())
 
 
 # What one storage can be seen as only by torch itself is refused on writing, as everywhere.
@@ -348,11 +346,6 @@ def test_mixed_and_edited_bundles_come_back_byte_for_byte(gan_bundle: Path) -> N
         ({"a": net_state(1), None: net_state(2)}, Conflict, "cannot be called None"),
         ({"a": net_state(1), None: 3}, Conflict, "neither a string nor a number"),
         (torch.ones(2), UsageError, "not a bundle"),
-        (
-            {"a": {0: SHARED, "0": SHARED.clone()}, "b": {"w": SHARED}},
-            errors.Ambiguous,
-            "a/0 is the name of two tensors",
-        ),
     ],
 )
 def test_what_is_no_bundle(tmp_path: Path, tree: Any, error: type[CkptoolError], words: str) -> None:
@@ -380,7 +373,6 @@ def member(**fields: Any) -> Callable[[dict[str, Any]], Any]:
         (lambda record: record["members"].append(3), Corrupt, "damaged"),
         (lambda record: record.update(members={}), Corrupt, "damaged"),
         (lambda record: record.pop("members"), Corrupt, "damaged"),
-        (lambda record: record.update(ties=[[1]]), Corrupt, "damaged"),
         (lambda record: record.update(schema="ckptool.bundle/2"), Unsupported, "ckptool.bundle/2"),
         (lambda record: record.pop("schema"), Unsupported, "None"),
     ],
@@ -404,15 +396,6 @@ def test_a_record_of_any_bytes_and_any_size(gan_bundle: Path) -> None:
     os.truncate("parts/bundle.json", 1 << 40)
     with pytest.raises(errors.LimitExceeded):
         ckptool.bundle(out="out.pt", from_folder="parts")
-
-
-def test_addresses_that_lead_nowhere_are_passed_over(gan_bundle: Path) -> None:
-    ckptool.unbundle(gan_bundle, "parts")
-    record = json.loads(Path("parts/bundle.json").read_text())
-    record |= {"ties": [["gone/a", "ema/0.weight"]], "twins": [[["gone"], ["nowhere"]]]}
-    Path("parts/bundle.json").write_text(json.dumps(record))
-    ckptool.bundle(out="again.tar", from_folder="parts")
-    assert Path("again.tar").read_bytes() == gan_bundle.read_bytes()
 
 
 def test_the_command_that_takes_apart(gan_bundle: Path, run: Run) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.nodes import same_kind
+from ckptool.checkpoint.tree import memories
 from ckptool.commands import OUT, OUT_SAFETENSORS, PATTERN, command
 from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, KOHYA, LORA, TOKENS, WHOLE, Places, orientation
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
@@ -268,18 +269,13 @@ class AdapterMerge:
         apart = (
             f"Write the base without ties first: {command('convert', self.base_name, ties='copy', out=OUT_SAFETENSORS)}"
         )
-        of_storage: dict[int, list[str]] = {}
-        for key, value in self.tensors.items():
-            of_storage.setdefault(id(value.storage), []).extend([key] if value.numel else [])
-        for keys in of_storage.values():
-            furthest: dict[Any, tuple[int, str]] = {}  # by what changes tensors: the end of all so far, and the last
-            for (begin, end), key in sorted((self.tensors[key].span(), key) for key in keys):
-                how = self.changed.get(key)
-                furthest = {other: place for other, place in furthest.items() if other == how or place[0] > begin}
-                if others := [name for other, (_, name) in furthest.items() if other != how]:
-                    first, second = sorted([key, others[0]], key=lambda name: name not in self.changed)
-                    self._refuse_one_side(first, second, apart)
-                furthest[how] = max(furthest.get(how, (0, "")), (end, key))
+        sharing: dict[int, list[str]] = {}  # by memory, the tensors in it
+        for key, number in memories({key: value for key, value in self.tensors.items() if value.numel}).items():
+            sharing.setdefault(number, []).append(key)
+        for keys in sharing.values():
+            if others := [key for key in keys if self.changed.get(key) != self.changed.get(keys[0])]:
+                first, second = sorted([keys[0], others[0]], key=lambda name: name not in self.changed)
+                self._refuse_one_side(first, second, apart)
         changed = {self._target_key(delta) for delta in self.adapter.deltas if delta.method != TOKENS}
         for name, source in {} if is_ensured else self.ties.items():
             if source in changed and name not in self.tensors and name not in self.added:
