@@ -210,8 +210,6 @@ class Picked(Dataset[Any]):
         """The collated samples of a micro-batch, all of one epoch."""
         epoch = pairs[0][0]
         if epoch != self.epoch:
-            if self.epoch < 0 and torch.utils.data.get_worker_info() is not None:
-                own_numbers(self.dataset)
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
             self.epoch = epoch
@@ -253,8 +251,6 @@ class Steps(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[Parts, Position]]:
         worker = torch.utils.data.get_worker_info()
         number, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        if worker is not None:
-            own_numbers(self.dataset)
         # Hidden from streams that divide themselves among workers: each worker would get a part of its part.
         torch.utils.data._utils.worker._worker_info = None
         self.is_resumable = hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
@@ -318,13 +314,6 @@ def shares(samples: list[Any], micro_steps: int, of_rank: slice) -> list[Share]:
     """
     windows = [window for micro in range(micro_steps) if (window := samples[micro::micro_steps])]
     return [(share or window[:1], len(share), len(window)) for window in windows for share in [window[of_rank]]]
-
-
-def own_numbers(dataset: Any) -> None:
-    """Gives a worker its own copy of numbers in shared memory, such as the epoch, which may differ between workers."""
-    for name, value in list(getattr(dataset, "__dict__", {}).items()):
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.untyped_storage().is_shared():
-            setattr(dataset, name, value.clone())
 
 
 def unchanged(step: Any) -> Any:

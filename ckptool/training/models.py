@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,19 +121,3 @@ def _recompute(module: nn.Module, settings: ActivationCheckpoint) -> None:
         return in_segments(list(self), min(settings.segments, len(self)), *args, **options)
 
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-
-
-@contextmanager
-def kept_bytes() -> Iterator[SimpleNamespace]:
-    """Counts, as `bytes`, what autograd keeps of a forward pass for the backward pass: a storage once, no weights."""
-    total, seen = SimpleNamespace(bytes=0), set[int]()
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen and not isinstance(tensor, nn.Parameter):
-            seen.add(storage.data_ptr())
-            total.bytes += storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield total

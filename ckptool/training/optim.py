@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckptool.analysis.targets import names_code
 from ckptool.bridge.user_code import call_user_code
-from ckptool.errors import Conflict, UsageError, counted, listed, printable
+from ckptool.errors import Conflict, UsageError, counted, listed
 from ckptool.training.extensions import Choice, classes_of, numbers, parameters_matching, signature_of
 from ckptool.training.parallel import divided_like, is_divided, local
 from ckptool.training.saving import to_cpu
@@ -221,29 +221,6 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule) -> LRSc
     if names_code(name) and isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
         raise UsageError(f"schedule: {name} returned ReduceLROnPlateau", "Use torch's, which follows evaluation.")
     return schedule
-
-
-# Schedules that end: the argument with the last step, the rate from there on, and an argument that keeps it above 0.
-_ENDS = {
-    "warmup_cosine": ("total", "0", "floor"),
-    "warmup_linear": ("total", "0", "floor"),
-    "PolynomialLR": ("total_iters", "0", ""),
-    "CosineAnnealingLR": ("T_max", "rising again", ""),
-    "OneCycleLR": ("total_steps", "not defined, and the run stops", ""),
-}
-
-
-def ends_early(schedule: LRScheduler, settings: Schedule, length: int, key: str) -> str:
-    """A warning for a schedule that is shorter than the run, else "". length: of the run, in the schedule's units."""
-    name = settings.name if settings.name in SCHEDULES.built_in else type(schedule).__name__
-    argument, rate, floor = _ENDS.get(name, ("", "", ""))
-    end = settings.args.get(argument)
-    if not isinstance(end, (int, float)) or end >= length or settings.args.get(floor):
-        return ""
-    return (
-        f"the schedule {printable(settings.name)} ends after {end:g} of {length:,} {settings.per}s: the learning rate "
-        f"is {rate} from there on. Make it as long as the run: --set {key}.args.{argument}={length}"
-    )
 
 
 # State ---------------------------------------------------------------------------------------------------------------

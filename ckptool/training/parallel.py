@@ -321,15 +321,17 @@ def is_divided(value: Any) -> bool:
 
 def has_divided(tree: Any) -> bool:
     """True where any tensor of a tree is divided."""
-    return any(map(is_divided, tensors(tree)))
+    return "torch.distributed.tensor" in sys.modules and any(map(is_divided, tensors(tree)))
 
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
     """The tensors of a tree."""
     if isinstance(tree, torch.Tensor):
         yield tree
+        return
     for part in tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ():
-        yield from tensors(part)
+        if not isinstance(part, (int, float, str)):  # thousands, in the state of a generator
+            yield from tensors(part)
 
 
 def local(value: torch.Tensor) -> torch.Tensor:

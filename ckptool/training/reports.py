@@ -120,11 +120,7 @@ class Evaluated(Report):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Rehearsal(Report):
-    """What a rehearsal of a run showed; bytes and seconds.
-
-    activations: kept for the backward pass of one step.  without: the same without activation checkpointing, None where
-    it is off.
-    """
+    """What a rehearsal of a run showed; bytes and seconds."""
 
     schema = "dry_run/2"
 
@@ -136,23 +132,16 @@ class Rehearsal(Report):
     step_seconds: float
     save_seconds: float
     checkpoint_bytes: int
-    activations: Bytes
-    without: Bytes | None
     device: str
 
     def told(self) -> Told:
         models = (f"{name} {counted(count, 'parameter', shown=short)}" for name, count in self.parameters.items())
         samples, steps = counted(self.train_samples, "sample"), counted(self.steps, "step")
-        activations = size(self.activations)
-        if self.without:
-            saved = 1 - self.activations / self.without
-            activations += f", {size(self.without)} without activation checkpointing ({saved:.0%} saved)"
         yield green("it runs"), ": one step, saved and reloaded, bit for bit the same; nothing was left behind"
         yield f"  models        {', '.join(models)}, on {self.device}"
         yield f"  data          {samples} to train on, {self.val_samples:,} held out; {steps}"
         yield f"  step          {self.step_seconds:.3f} s (the first, with all set-up), loss {self.loss:.5g}"
         yield f"  checkpoint    {size(self.checkpoint_bytes)} in {self.save_seconds:.3f} s"
-        yield f"  activations   {activations}"
 
 
 # The folder of a run --------------------------------------------------------------------------------------------------

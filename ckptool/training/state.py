@@ -341,10 +341,13 @@ class Window:
         self._used: dict[int, tuple[Any, int]] = {}  # parameter -> its gradient as last used: tensor, version
         self._initial: dict[int, Any] = {}  # parameter -> its gradient when the body began
         self._stepped: set[int] = set()  # the optimizers, by index, that stepped in this body
+        self.zeroed: set[int] = set()  # those whose gradients were zeroed in place
         self.renewing: set[int] = set()  # of several, those that start afresh; saved, as saves depend on it
         self.is_adding = False  # an optimizer stepped by gradients that were added to those of its last step
         self._counts = [0 for _ in self._optimizers]
         self._scaled = 0
+        for index, optimizer in enumerate(self._optimizers) if len(self._optimizers) > 1 else ():
+            _tell(optimizer, index, weakref.ref(self))
         _WINDOWS.add(self)
 
     def note_step(self, optimizer: Optimizer) -> None:
@@ -364,7 +367,7 @@ class Window:
             if len(self._optimizers) > 1:
                 gradients = _gradients(optimizer)
                 remained = any(key in self._initial and self._initial[key]() is gradient for key, gradient in gradients)
-                (self.renewing.discard if remained else self.renewing.add)(index)
+                (self.renewing.discard if remained and index not in self.zeroed else self.renewing.add)(index)
             settled = _gradients(*(self._optimizers[each] for each in self._stepped | self.renewing))
         self._used |= {key: (weakref.ref(gradient), gradient._version) for key, gradient in settled}
 
@@ -384,7 +387,7 @@ class Window:
 
     def begin(self) -> None:
         """A body of the loop begins."""
-        self._scaled, self._stepped = self._updates(), set()
+        self._scaled, self._stepped, self.zeroed = self._updates(), set(), set()
         if len(self._optimizers) > 1:
             self._initial = {key: weakref.ref(gradient) for key, gradient in _gradients(*self._optimizers)}
 
@@ -432,3 +435,16 @@ register_optimizer_step_post_hook(note_step)
 def _has_values(gradient: torch.Tensor) -> bool:
     """True for a gradient that is not zero everywhere in this process."""
     return bool(local(gradient._values() if gradient.is_sparse else gradient).any())
+
+
+def _tell(optimizer: Optimizer, index: int, window: weakref.ref[Window]) -> None:
+    """Has an optimizer report its `zero_grad`, which has no hook, to a window."""
+    itself = weakref.ref(optimizer)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if (watcher := window()) is not None:
+            watcher.zeroed.add(index)
+        if (live := itself()) is not None:
+            type(live).zero_grad(live, set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

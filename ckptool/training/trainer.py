@@ -30,7 +30,7 @@ from ckptool.training.data import Samples, load_data
 from ckptool.training.extensions import is_theirs, name_culprits
 from ckptool.training.hooks import Hooks, Progress
 from ckptool.training.loop import measured, one_step, remember, train
-from ckptool.training.models import Say, build_model, checkpoint_activations, kept_bytes
+from ckptool.training.models import Say, build_model, checkpoint_activations
 from ckptool.training.optim import Average, Freezing, Update
 from ckptool.training.parallel import World, placed, world_of, wrapped
 from ckptool.training.reports import Evaluated, Outcome, Rehearsal
@@ -176,9 +176,6 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
     for name, optimizer in trainer.optimizers.items():
         if (schedule := planned.get(name)) is not None:
             trainer.schedules[name] = optim.build_schedule(optimizer, schedule)
-            length = -(-trainer.total_steps // (1 if schedule.per == "step" else data.steps_per_epoch))
-            if words := optim.ends_early(trainer.schedules[name], schedule, length, f"optim.{name}.schedule"):
-                say(words)
     return trainer
 
 
@@ -502,12 +499,14 @@ def rehearse(config: Config) -> Rehearsal:
     ):
         path = world.broadcast(folder)
 
-        def with_run(name: str, **sections: Any) -> Config:
-            return configfile.checked({**config.dumped(), "run": os.path.join(path, name), **sections}, "run.yaml")
+        def with_run(name: str) -> Config:
+            return configfile.checked({**config.dumped(), "run": os.path.join(path, name)}, "run.yaml")
 
         config = with_run("run")
         trainer = build(config, world)
-        activations, seconds = _rehearsed_step(trainer)
+        began = time.perf_counter()
+        one_step(trainer, next(trainer.data.stream(trainer)), Hooks([]))
+        seconds = time.perf_counter() - began
         saved, saving = _saved(trainer, _opened(config, False, (), world))
         world.first(lambda: shutil.copytree(config.run, os.path.join(path, "again")) and None)
         config = with_run("again")
@@ -520,10 +519,6 @@ def rehearse(config: Config) -> Rehearsal:
             raise Corrupt(f"the reloaded state differs{where}", "A run would not resume as it was saved.")
         if trainer.eval_every:
             remember(trainer, measured(trainer, limit=1) or {})  # refuses a metric that the task does not give
-        without = None
-        if config.train.activation_checkpoint is not None:
-            train = {**config.dumped()["train"], "activation_checkpoint": None}
-            without, _ = _rehearsed_step(build(with_run("run", train=train), world))
         return Rehearsal(
             parameters={name: sum(p.numel() for p in model.parameters()) for name, model in trainer.models.items()},
             train_samples=trainer.data.train_count,
@@ -533,8 +528,6 @@ def rehearse(config: Config) -> Rehearsal:
             step_seconds=seconds,
             save_seconds=saving,
             checkpoint_bytes=world.broadcast(size_of(saved.path)),  # in all processes before the first deletes it
-            activations=activations,
-            without=without,
             device=str(world.device),
         )
 
@@ -546,11 +539,3 @@ def _saved(trainer: Trainer, folder: RunFolder) -> tuple[SavedState, float]:
         run.save()
         run.close()
         return folder.all()[-1], time.perf_counter() - began
-
-
-def _rehearsed_step(trainer: Trainer) -> tuple[int, float]:
-    """The bytes of activations that a step of the trainer kept, and its seconds."""
-    began = time.perf_counter()
-    with kept_bytes() as activations:
-        one_step(trainer, next(trainer.data.stream(trainer)), Hooks([]))
-    return activations.bytes, time.perf_counter() - began

@@ -144,9 +144,10 @@ def _train(request: dict[str, Any]) -> int:
 
 def main() -> None:
     """Serves training processes."""
-    needed = "cli verbs.train bridge.modules training.trainer formats.torch_zip"
+    needed = "cli verbs.train bridge.modules training.trainer formats.torch_zip formats.zip.writer pickles.encode"
     # What the first step of an optimizer imports is there too.
-    for name in ("torch", "torch._dynamo", *(f"ckptool.{name}" for name in needed.split())):
+    others = ("torch._dynamo", "torch.profiler._cupti_monitor", "torch.utils.serialization.config", "typer.main")
+    for name in (*others, *(f"ckptool.{name}" for name in needed.split())):
         import_module(name)
     answer_requests(_train)
 

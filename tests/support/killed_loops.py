@@ -1,5 +1,6 @@
 """Scripts with a loop, run in forked processes: quickly, and each a program of its own."""
 
+import ast
 import os
 import runpy
 import signal
@@ -13,6 +14,34 @@ from typing import Any, NoReturn
 from tests.support.crash import Crash
 from tests.support.fork_server import answer_requests
 
+# What a loop imports in its first steps and saves: before they are forked, and not in each of them.
+_NEEDED = (
+    *("torch._dynamo", "torch.utils.data", "torch.utils.serialization.config", "torch.profiler._cupti_monitor"),
+    *("multiprocessing.popen_fork", "multiprocessing.queues", "multiprocessing.synchronize"),
+    *("ckptool.training.run", "ckptool.bridge.from_live", "ckptool.formats.torch_zip", "ckptool.formats.zip.writer"),
+    *("ckptool.formats.nested_streams", "ckptool.pickles.encode", "ckptool.pickles.objects", "ckptool.pickles.runs"),
+)
+
+
+def import_needed() -> None:
+    """Imports what loops need."""
+    for name in _NEEDED:
+        import_module(name)
+
+
+class _Ticking(ast.NodeTransformer):
+    """Puts a call of `_tick` before each statement: a trace function would be asked of every call of torch, too."""
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(statements := getattr(node, name, None), list):
+                ticks = [ast.parse("_tick()").body[0] for _ in statements]
+                for tick, statement in zip(ticks, statements, strict=True):
+                    ast.copy_location(tick, statement)
+                setattr(node, name, [each for pair in zip(ticks, statements, strict=True) for each in pair])
+        return ast.fix_missing_locations(node)
+
 
 def run_and_exit(
     source: str,
@@ -23,31 +52,28 @@ def run_and_exit(
 ) -> NoReturn:
     """Runs a script with these names, and ends this process with its exit code, 9 where it raised.
 
-    line: the number of the line, as they are executed, before which signal `number` comes.  then: called at the end.
+    line: the number of the statement, as they are executed, before which signal `number` comes.  then: called at the
+    end.
     """
     code, left, own = 9, line or 0, os.getpid()
 
-    def trace(frame: Any, event: str, argument: Any) -> Any:
+    def tick() -> None:
         nonlocal left
-        if frame.f_code.co_filename != "<loop>" or os.getpid() != own:  # a worker's lines are none of the loop
-            return None
-        if event == "line":
+        if os.getpid() == own:  # a worker's statements are none of the loop
             left -= 1
             if not left:
                 os.kill(own, number)
-        return trace
 
     try:
         warnings.simplefilter("ignore")  # of schedules that step before their optimizer
-        sys.settrace(trace if line else None)
-        exec(compile(source, "<loop>", "exec"), {"__name__": "loop", **names})
+        tree: Any = _Ticking().visit(ast.parse(source)) if line else source
+        exec(compile(tree, "<loop>", "exec"), {"__name__": "loop", "_tick": tick, **names})
         code = 0
     except SystemExit as stopped:
         code = int(stopped.code or 0)
     except BaseException:  # noqa: BLE001  pytest shows it
         traceback.print_exc()
     finally:
-        sys.settrace(None)
         then()
         sys.stderr.flush()
         os._exit(code)
@@ -77,8 +103,7 @@ def script(request: dict[str, Any]) -> int:
 
 def main() -> None:
     """Serves scripts."""
-    for name in ("torch", "torch._dynamo", "torch.utils.data", "ckptool.training.run", "ckptool.bridge"):
-        import_module(name)
+    import_needed()
     answer_requests(script)
 
 

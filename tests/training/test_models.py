@@ -18,9 +18,9 @@ from ckptool.training import models
 from ckptool.training.config import ActivationCheckpoint, Data, Model
 from ckptool.training.data import load_data
 from ckptool.training.extensions import parameters_matching
-from ckptool.training.models import build_model, kept_bytes
+from ckptool.training.models import build_model
 from ckptool.training.parallel import World
-from ckptool.training.trainer import Trainer, build, rehearse, start
+from ckptool.training.trainer import Trainer, build, start
 from examples.models import CharGPT
 from tests.support.looped import sliced
 from tests.support.small_runs import CONV, IMAGES, TEXT, config, own, run_to_end, take, toy, trainer
@@ -206,18 +206,13 @@ def test_a_note_says_what_differs() -> None:
     ends_alike({"steps": 20}, {"match": "?", "preserve_rng_state": False}, **CALM)
 
 
-@pytest.mark.parametrize("wanted", [{"match": "?"}, {"sequential": "", "segments": 2}])
-def test_a_rehearsal_measures_what_it_saves(wanted: dict[str, Any]) -> None:
-    wide = {"main": {"name": "mlp", "args": {"hidden": [64] * 6, "dropout": 0.1}}}
-    plain = rehearse(config(models=wide))
-    found = rehearse(config(models=wide, train={"steps": 5, "activation_checkpoint": wanted}))
-    assert (plain.without, found.without) == (None, plain.activations)
-    assert found.activations < plain.activations * 0.8
-    model, x = nn.Linear(4, 4), torch.ones(8, 4)
-    with kept_bytes() as kept:  # a storage once, and no weights
-        y = model(x)
-        (y * y).sum().backward()
-    assert kept.bytes == x.nbytes + y.nbytes
+def test_what_matches_is_computed_again_for_the_backward_pass() -> None:
+    model, seen = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)), list[torch.Tensor]()
+    models.checkpoint_activations(model, ActivationCheckpoint(match="0"), lambda text: None)
+    for part in (model.get_submodule("0.0"), model[1]):
+        part.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model(torch.ones(1, 2)).sum().backward()
+    assert len(seen) == 3
 
 
 def test_a_copy_of_a_module_runs_on_its_own_weights() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,9 @@ from ckptool.errors import Conflict, NotFinite
 from ckptool.training import optim
 from ckptool.training.config import Group, Optim
 from ckptool.training.optim import Average, build_optimizer, load_optimizer
-from ckptool.training.parallel import World
-from ckptool.training.trainer import Trainer, build, restore, resume
+from ckptool.training.trainer import Trainer, restore, resume
 from tests.support import small_runs as runs
-from tests.support.looped import looped
-from tests.support.small_runs import again, assert_same_trainers, config, last, own, run_to_end, take, toy, trainer
+from tests.support.small_runs import again, assert_same_trainers, last, own, run_to_end, take, toy, trainer
 
 
 def rate_of(made: Trainer) -> float:
@@ -115,32 +112,6 @@ def test_an_epoch_that_ends_with_a_step_left_out_still_counts() -> None:
         made.models["main"].get_parameter("1.weight").fill_(math.nan)
     take(made, 1)
     assert made.schedules["main"].last_epoch == 1
-
-
-@looped(("name", "per"), [(name, per) for name in sorted(runs.ARGS) for per in ("step", "epoch")], at_once=10)
-def test_a_schedule_that_is_shorter_than_the_run_is_told(name: str, per: str) -> None:
-    """Judged by the rates themselves: nothing is trained at a rate of 0, or at one that rises again after its end,
-    without a word."""
-    args = {**runs.ARGS[name], **({"floor": 0.0} if "floor" in runs.ARGS[name] else {})}
-
-    def built(steps: int, args: dict[str, Any]) -> tuple[Trainer, list[str]]:
-        said: list[str] = []
-        optim_of = {"main": {"lr": 0.01, "schedule": {"name": name, "args": args, "per": per}}}
-        changes = (f"train.steps={steps}", "data.batch=16", "eval.every=5")
-        return build(config(*changes, optim=optim_of), World(), said.append), said
-
-    for steps in (2, 40):
-        made, said = built(steps, args)
-        rates = [rate_of(made)]
-        with suppress(ValueError):  # of torch, where OneCycleLR is asked for a rate after its end
-            for _ in range(steps - 1):
-                take(made, 1)
-                rates.append(rate_of(made))
-        if min(rates[1:]) < 1e-8 or len(rates) < steps:
-            (told,) = said
-            key, value = told.rpartition("--set optim.main.schedule.args.")[2].split("=")
-            said = built(steps, {**args, key: int(value)})[1]
-        assert said == [] or (name == "CosineAnnealingLR" and "rising again" in said[0])
 
 
 # Freezing and averages -----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fork_server import ForkServer
+from tests.support.looped import sliced
 
 HOME = Path(__file__).parents[2]
 LOOPS = HOME / "examples" / "loops"
@@ -94,8 +95,10 @@ def trial(server: ForkServer, tmp_path: Path, script: Path, size: int, kills: in
     agree(tmp_path / f"killed-{run}", whole)
 
 
-@pytest.mark.parametrize("often", [0, pytest.param(1, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("name", SIZES)
+OFTEN = [pytest.param(name, 1, marks=pytest.mark.soak) for name in SIZES]
+
+
+@pytest.mark.parametrize(("name", "often"), [*sliced(((name, 0) for name in SIZES), 6), *OFTEN])
 def test_a_loop_that_is_killed_ends_with_the_same_files(
     server: ForkServer, tmp_path: Path, name: str, often: int
 ) -> None:

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptool
 from ckptool.errors import UsageError
 from ckptool.training.state import ranks_with_own, with_own
-from tests.support.killed_loops import run_and_exit
+from tests.support.killed_loops import import_needed, run_and_exit
 from tests.support.looped import sliced
 from tests.support.small_runs import contents_but_lock
 
@@ -81,6 +81,7 @@ def ranks(world: int, source: str, folder: Path, kills: dict[int, tuple[int, int
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     children = []
+    import_needed()
     for rank in range(world):
         if not (child := os.fork()):
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

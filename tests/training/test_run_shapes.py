@@ -20,10 +20,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch._dynamo
 
 import ckptool
-from tests.support.killed_loops import run_and_exit
+from tests.support.killed_loops import import_needed, run_and_exit
 
 BEGIN = """
 torch.manual_seed(3); random.seed(3); numpy.random.seed(3)
@@ -113,6 +112,7 @@ def runs(
     source: str, folder: Path, options: dict[str, Any], kill: int | None = None, number: int = signal.SIGKILL
 ) -> int:
     """Runs a script in a process of its own, ended before its line number `kill`; returns the exit code."""
+    import_needed()
     if not (child := os.fork()):
         names = {"torch": torch, "random": random, "numpy": numpy, "ckptool": ckptool}
         run_and_exit(source, {**names, "folder": folder, "options": options}, kill, number)
@@ -259,6 +259,15 @@ ODD = {
             "    run.save(every=3)\n"
         ),
     ),
+    "two optimizers in turn keep the tensors of their gradients": (
+        "critic = nn.Linear(1, 1)\nother = torch.optim.SGD(critic.parameters(), lr=0.1)\n",
+        ", critic=critic, other=other",
+        (
+            "for step, batch in run.batches(loader, steps=16):\n    each = (optimizer, other)[step % 2]\n"
+            "    each.zero_grad(set_to_none=False); critic(model(batch)).mean().backward(); each.step()\n"
+            "    run.save(every=3)\n"
+        ),
+    ),
     "a memory that shares what it holds with a value": (
         (
             "class Memory:\n    seen = []\n    def state_dict(self):\n        return {'seen': self.seen}\n"
@@ -378,30 +387,34 @@ def test_after_a_signal_to_all_processes_a_validation_with_workers_is_done_and_t
 TWO = {
     "one loss leaves gradients in the other optimizer": (
         (
-            "other.zero_grad(); critic(ones).mean().backward(); other.step()\n"
+            "other.zero_grad(to_none); critic(ones).mean().backward(); other.step()\n"
             "one.zero_grad(); critic(model(ones)).mean().backward(); one.step()\n"
         ),
         [1, 2, 3, 4, 5, 6],
     ),
     "in turn, each of which begins anew": (
-        "each = (one, other)[step % 2]; each.zero_grad()\ncritic(model(ones)).mean().backward(); each.step()\n",
+        "each = (one, other)[step % 2]; each.zero_grad(to_none)\ncritic(model(ones)).mean().backward(); each.step()\n",
         [2, 3, 4, 5, 6],
     ),
     "in turn, where both begin anew": (
-        ("one.zero_grad(); other.zero_grad()\ncritic(model(ones)).mean().backward()\n(one, other)[step % 2].step()\n"),
+        (
+            "one.zero_grad(to_none); other.zero_grad(to_none)\ncritic(model(ones)).mean().backward()\n"
+            "(one, other)[step % 2].step()\n"
+        ),
         [2, 3, 4, 5, 6],
     ),
 }
 
 
+@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("name", TWO)
-def test_what_one_of_two_optimizers_leaves_in_the_other_is_no_window(tmp_path: Path, name: str) -> None:
+def test_what_one_of_two_optimizers_leaves_in_the_other_is_no_window(tmp_path: Path, name: str, to_none: bool) -> None:
     body, steps = TWO[name]
     model, critic = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
     one, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, critic))
     names = {"model": model, "critic": critic, "one": one, "other": other}
     run = ckptool.Run(tmp_path, say=str, keep_last=9, **names)
     for step in run.steps(6):
-        exec(body, {**names, "ones": torch.ones(2), "step": step})
+        exec(body, {**names, "ones": torch.ones(2), "to_none": to_none, "step": step})
         run.save()
     assert [saved.step for saved in run.folder.all()] == steps
