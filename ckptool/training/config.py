@@ -124,13 +124,6 @@ class Data(Section):
         return {**values, "val_fraction": 0.0}
 
 
-class FreezeUntil(Section):
-    """Parameters that do not learn until a step."""
-
-    match: Patterns = key(..., "patterns of parameters")
-    until: Positive = key(..., "the first step in which they learn")
-
-
 class Clip(Section):
     """Gradients clipped to a norm or to a value; exactly one of the two."""
 
@@ -140,7 +133,7 @@ class Clip(Section):
 
 
 class Model(Section):
-    """One model. `from` names a checkpoint to start from; `freeze` patterns of parameters, for ever or until a step.
+    """One model. `from` names a checkpoint to start from; `freeze` patterns of parameters.
 
     A pattern is a glob of names ("body.*.weight"), a module ("body.0"), a class ("type:LayerNorm"), one of its
     parameters ("type:Linear.weight"), an expression ("re:…"), or "not:…", which takes away from those before it.
@@ -150,9 +143,7 @@ class Model(Section):
     args: Args = key({}, "its arguments")
     init: str = key("default", "default: what its own code sets | file.py:NAME, called with the model", START)
     clip: Clip | None = key(None, "of the gradients of all its optimizers together: {norm: 1.0}")
-    freeze: list[str | FreezeUntil] = key(
-        [], 'patterns: ["body.*"], or until a step: [{match: "body.*", until: 100}]', DECLARED
-    )
+    freeze: list[str] = key([], 'patterns of parameters that do not learn: ["body.*"]', DECLARED)
     from_: str | None = key(None, "a checkpoint to start from", START, alias="from")
     strict: bool = key(True, "false: load what fits of it, and say what was skipped", START)
     min_loaded: Number | None = key(

@@ -31,7 +31,7 @@ from ckptool.training.extensions import is_theirs, name_culprits
 from ckptool.training.hooks import Hooks, Progress
 from ckptool.training.loop import measured, one_step, remember, train
 from ckptool.training.models import Say, build_model, checkpoint_activations
-from ckptool.training.optim import Average, Freezing, Update
+from ckptool.training.optim import Average, Update
 from ckptool.training.parallel import World, placed, world_of, wrapped
 from ckptool.training.reports import Evaluated, Outcome, Rehearsal
 from ckptool.training.rng import seed_all
@@ -48,8 +48,8 @@ from ckptool.training.tasks import TASKS, Task
 class Trainer:
     """The parts of a run, and how far it has come. `step` is the number of completed optimizer steps.
 
-    models: as they are saved.  built: the same in the wrappers of the user's code.  runners: wrapped as the strategy
-    runs them.  updates: the optimizers of each.
+    models: as they are saved.  runners: the same in the wrappers of the user's code, and as the strategy runs them.
+    updates: the optimizers of each.
     skipped: of the checkpoints that models start from, in words.  loss: the mean over the samples of the last step.
     best: metric, value and step of the best evaluation.  stale: with `stop.patience`, the metric, the value to improve
     on, and the count of evaluations in a row that did not.  samples: how many were trained on.
@@ -62,13 +62,11 @@ class Trainer:
     task: Task
     scaler: torch.amp.GradScaler | None
     models: dict[str, nn.Module] = field(default_factory=dict)
-    built: dict[str, nn.Module] = field(default_factory=dict)
     runners: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     updates: dict[str, Update] = field(default_factory=dict)
     schedules: dict[str, torch.optim.lr_scheduler.LRScheduler] = field(default_factory=dict)
     averages: dict[str, Average] = field(default_factory=dict)
-    freezing: dict[str, Freezing] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     step: int = 0
     loss: float | None = None
@@ -83,13 +81,6 @@ class Trainer:
         """True once evaluations have not improved for as long as `stop.patience` allows."""
         patience = self.config.stop.patience
         return bool(patience and self.stale and self.stale["count"] >= patience)
-
-    def thaw(self) -> None:
-        """Sets which parameters learn in the next step."""
-        for name, freezing in self.freezing.items():
-            # A wrapper fixes which gradients the processes exchange.
-            if freezing.apply(self.step) and self.config.strategy == "ddp":
-                self.runners[name] = wrapped(self.built[name], self.config, self.world)
 
     def key(self, kind: str, name: str) -> str:
         """The name by which a part is saved: `model`; with several models `model_NAME`.
@@ -161,12 +152,11 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         model = placed(unwrapped(built), config, world)
         if config.train.activation_checkpoint is not None:
             checkpoint_activations(model, config.train.activation_checkpoint, say)
-        freezing = Freezing(model, settings.freeze)
-        freezing.apply(0)
+        frozen = optim.freeze(model, settings.freeze)
         optims = {key: options for key, options in config.optim.items() if config.model_of(key) == name}
-        shares = optim.shares(model, optims, freezing.never)
+        shares = optim.shares(model, optims, frozen)
         optimizers = {key: optim.build_optimizer(model, optims[key], share) for key, share in shares.items()}
-        trainer.models[name], trainer.built[name], trainer.freezing[name] = model, built, freezing
+        trainer.models[name] = model
         trainer.runners[name] = wrapped(built, config, world)
         trainer.optimizers |= optimizers
         trainer.updates[name] = Update(optimizers, optims, settings.clip)

@@ -135,7 +135,7 @@ def test_patterns_name_parameters_modules_and_classes() -> None:
 
 
 def test_groups_freezing_and_checkpointing_take_the_same_patterns() -> None:
-    frozen = ["not:blocks", {"match": ["blocks.1"], "until": 2}]
+    frozen = ["not:blocks", "blocks.1"]
     made = trainer(
         **{**TEXT, "models": {"main": {**TEXT["models"]["main"], "freeze": frozen}}},
         optim={"main": {"groups": [{"match": ["type:LayerNorm", "*.bias"], "weight_decay": 0.0}]}},

@@ -12,7 +12,6 @@ from ckptool.training.trainer import start
 from tests.support.looped import looped
 from tests.support.small_runs import GAN, MUON, TEXT, config, own, scheduled, split_at, take, toy, trainer
 
-FROZEN = {"main": {**TEXT["models"]["main"], "freeze": [{"match": "places", "until": 3}]}}
 NET: dict[str, Any] = {"models": {"net": {"name": "mlp"}}, "optim": {"net": {}}}
 
 
@@ -111,7 +110,6 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
         optimizers(muon=MUON, rest={"match": ["type:LayerNorm", "*.bias", "tokens"]}),
         r"that no optimizer takes: places\.weight\n.*without match takes the rest",
     ),
-    ({**optimizers(muon=MUON, rest={"match": "tokens"}), "models": FROZEN}, r"no optimizer takes: .*places\.weight"),
     (
         optimizers(muon=MUON, rest={"match": ["blocks.0.qkv.weight"]}),
         r"several optimizers take: blocks\.0\.qkv\.weight \(muon, rest\)",
