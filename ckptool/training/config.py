@@ -107,7 +107,7 @@ class Data(Section):
     args: Args = key({}, "its arguments")
     batch: Positive = key(32, "the global batch, whatever the number of processes and of micro-steps")
     workers: Count = key(0, "processes that load", FREE)
-    collate: str = key("default", "default | pad (sequences) | file.py:NAME")
+    collate: str = key("default", "default | file.py:NAME, as examples/data.py:pad")
     drop_last: bool = key(False, "leave out the last, partial batch of an epoch")
     sampler: str | None = key(None, "file.py:NAME, called with (data set, generator) in each epoch: gives indices")
     val_fraction: Number = key(0.2, "held out for evaluation, unless there is val", ge=0, lt=1)
@@ -160,15 +160,13 @@ class Group(Section):
 
 
 class Schedule(Section):
-    """A learning rate schedule: one of torch, warmup_cosine, inverse_sqrt, warmup_linear, or yours.
+    """A learning rate schedule: one of torch, warmup_cosine, or yours.
 
     `file.py:NAME` is a function of the step that gives a factor (for LambdaLR; `args` are its other arguments), or a
     class, or a function whose first argument is called `optimizer`, which make a schedule.
     """
 
-    name: str = key(
-        ..., "a class of torch.optim.lr_scheduler | warmup_cosine | inverse_sqrt | warmup_linear | file.py:NAME"
-    )
+    name: str = key(..., "a class of torch.optim.lr_scheduler | warmup_cosine | file.py:NAME")
     args: Args = key({}, "its arguments")
     per: Literal["step", "epoch"] = key("step", "when it advances")
 

@@ -163,22 +163,11 @@ def warmup_cosine(step: int, warmup: int, total: int, floor: float = 0.0) -> flo
     return (step + 1) / warmup if step < warmup else floor + (1 - floor) * 0.5 * (1 + math.cos(angle))
 
 
-def inverse_sqrt(step: int, warmup: int) -> float:
-    """A factor that rises linearly over `warmup` steps, then falls as 1/√step (Vaswani et al., 2017)."""
-    return min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
-
-
-def warmup_linear(step: int, warmup: int, total: int, floor: float = 0.0) -> float:
-    """A factor that rises linearly over `warmup` steps, then falls linearly to `floor` at `total`."""
-    down = 1 - (1 - floor) * (step - warmup) / max(1, total - warmup)
-    return (step + 1) / warmup if step < warmup else max(floor, down)
-
-
 SCHEDULES = Choice(
     "schedule",
     "is a function of the step that gives a factor; or a class, or a function whose first argument is optimizer, "
     "that gives a torch schedule, as LambdaLR(optimizer, …)",
-    {"warmup_cosine": warmup_cosine, "inverse_sqrt": inverse_sqrt, "warmup_linear": warmup_linear},
+    {"warmup_cosine": warmup_cosine},
     classes_of(lr_scheduler, LRScheduler),
     dict.fromkeys(
         ("lambdalr", "multiplicativelr", "sequentiallr", "chainedscheduler"),

@@ -77,9 +77,6 @@ def test_a_plateau_follows_evaluation(tmp_path: Path) -> None:
         (partial(optim.warmup_cosine, warmup=2, total=6), {0: 0.5, 1: 1.0, 2: 1.0, 4: 0.5, 6: 0.0, 99: 0.0}),
         (partial(optim.warmup_cosine, warmup=2, total=6, floor=0.2), {4: 0.6, 6: 0.2}),
         (partial(optim.warmup_cosine, warmup=0, total=4), {0: 1.0, 2: 0.5}),
-        (partial(optim.warmup_linear, warmup=2, total=6), {0: 0.5, 2: 1.0, 4: 0.5, 6: 0.0, 99: 0.0}),
-        (partial(optim.warmup_linear, warmup=2, total=6, floor=0.2), {4: 0.6, 6: 0.2, 99: 0.2}),
-        (partial(optim.inverse_sqrt, warmup=4), {0: 0.25, 3: 1.0, 15: 0.5}),
     ],
 )
 def test_lambdas(made: Callable[[int], float], values: dict[int, float]) -> None:
@@ -93,7 +90,7 @@ def test_lambdas(made: Callable[[int], float], values: dict[int, float]) -> None
         (own("warmup"), {"length": 2}, [0.5, 1.0, 1.0, 1.0, 1.0]),
         (own("Halving"), {"every": 2}, [1.0, 1.0, 0.5, 0.5, 0.25]),
         (own("both"), {"length": 2}, [0.5, 1.0, 1.0, 0.9, 0.81]),
-        ("warmup_linear", {"warmup": 4, "total": 8}, [0.25, 0.5, 0.75, 1.0, 1.0]),
+        ("warmup_cosine", {"warmup": 4, "total": 8}, [0.25, 0.5, 0.75, 1.0, 1.0]),
     ],
 )
 def test_the_rate_of_each_step(name: str, args: dict[str, Any], rates: list[float]) -> None:
