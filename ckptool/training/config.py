@@ -266,20 +266,12 @@ class Log(Section):
 
 
 class Profile(Section):
-    """The steps that `torch.profiler` waits, warms up and records; where the trace goes, in the run's folder.
-
-    Beside it goes a table, `profile.txt`, of the operators that took the most time.
-    """
+    """The steps that `torch.profiler` waits, warms up and records; where the trace goes, in the run's folder."""
 
     wait: Count = key(1, "steps to wait")
     warmup: Count = key(1, "steps to warm up")
     active: Positive = key(3, "steps to record")
     trace: str = key("profile.json", "the name of the file", pattern=r"^[\w][\w.-]*\.json(\.gz)?$")
-
-    @property
-    def table(self) -> str:
-        """The name of the file with the operators that took the most time."""
-        return self.trace.removesuffix(".gz").removesuffix(".json") + ".txt"
 
 
 class Split(Section):

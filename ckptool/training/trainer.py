@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ckptool.bridge.modules import unwrapped
-from ckptool.checkpoint.paths import absolute, temporary_files
+from ckptool.checkpoint.paths import temporary_files
 from ckptool.commands import arg
 from ckptool.errors import Corrupt, UsageError, counted, listed, printable
 from ckptool.training import CHANGED, CONFIG, configfile, optim, run_folder
@@ -272,7 +272,7 @@ def _trained(
     run = TrainerRun(trainer, folder, stop, say)
     with run:
         train(trainer, run, hooks)
-    return replace(run.outcome, profile=hooks.profiled)
+    return run.outcome
 
 
 def resume(
@@ -348,8 +348,8 @@ class TrainerRun(Run):
     def _note_begin(self, **facts: Any) -> None:
         folder, trainer, config = self.folder, self.trainer, self.trainer.config
         folder.refuse_others(trainer.step, trainer.total_steps)
-        for name in (config.profile.trace, config.profile.table) if config.profile is not None else ():
-            folder.claim(name)
+        if config.profile is not None:
+            folder.claim(config.profile.trace)
         _, before = recorded_config(folder.folder)
         if changed := {change.key: [change.before, change.after] for change in changes(before, config)}:
             folder.note(CHANGED, changes=changed, config=config.dumped())
@@ -405,20 +405,11 @@ class _Left(Exception):
 
 
 def fingerprint(config: Config, data: Samples) -> dict[str, Any]:
-    """A digest of each of the user's files that are loaded, and the number of samples.
-
-    The files that the configuration names, and what lies beside and below them; each under its path from the folder
-    that they are in, which is the same wherever the run goes on.
-    """
-    files = ((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
-    paths = {name: absolute(file) for name, file in files if file}
-    code: dict[str, str] = {}
-    for source in {name.rpartition(":")[0] for name in code_names(config.dumped())}:
-        top = absolute(source) if source.endswith(".py") else paths.get(source.partition(".")[0], "")
-        folder = os.path.dirname(top.removesuffix(os.sep + "__init__.py")) + os.sep
-        theirs = {path for path in paths.values() if top and path.startswith(folder) and is_theirs(path)}
-        code |= {path.removeprefix(folder): file_digest(path) for path in theirs}
-    return {"code": dict(sorted(code.items())), "samples": data.train_count + len(data.held_out)}
+    """A digest of each of the user's files that the configuration names, by its name, and the number of samples."""
+    named = {name.rpartition(":")[0] for name in code_names(config.dumped())}
+    paths = {name if name.endswith(".py") else getattr(sys.modules.get(name), "__file__", "") for name in named}
+    code = {os.path.basename(path): file_digest(path) for path in sorted(filter(None, paths)) if is_theirs(path)}
+    return {"code": code, "samples": data.train_count + len(data.held_out)}
 
 
 def differences(before: Any, now: dict[str, Any]) -> list[str]:

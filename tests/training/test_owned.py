@@ -26,7 +26,6 @@ NAMES = (
     "metrics.jsonl",
     "lock",
     "profile.json",
-    "profile.txt",
     "checkpoints/step-00000010.pt",
     "checkpoints/step-00000010.json",
 )
