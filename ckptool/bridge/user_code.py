@@ -57,7 +57,7 @@ def call_user_code(function: Any, what: str, name: str, *args: Any, **kwargs: An
 def _from_file(place: str, what: str) -> Any:
     name, path = f"_ckptool_user_{os.path.splitext(os.path.basename(place))[0]}", absolute(place)
     folder = os.path.dirname(path)
-    _set_apart(folder)
+    _refuse_two_of_a_name(folder, what)
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == path:
         return loaded
@@ -77,36 +77,24 @@ def _from_file(place: str, what: str) -> Any:
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
+        sys.path += [folder] if folder not in sys.path else []  # it imports neighbours later, and in workers
+        _FOLDERS.add(folder)
     return module
 
 
-_ADDED: list[str] = []  # to sys.path, at its end: code may import its neighbours later, and in workers
-_ASIDE: dict[str, dict[str, Any]] = {}  # folder -> its modules, while those of another folder have their names
+_FOLDERS = set[str]()  # of code that was named
 
 
-def _set_apart(folder: str) -> None:
-    """Lets code in a folder import its neighbours; modules of the same names from other folders are set aside.
-
-    One folder is in use at a time, that of the code named last, so that two runs in one process never mix.
-    """
-    if folder not in sys.path or folder in _ADDED:
-        sys.path[:] = [path for path in sys.path if path not in _ADDED]
-        _ADDED[:] = [folder, *(path for path in _ADDED if path != folder)]
-        sys.path += _ADDED
-    modules = _ASIDE.setdefault(folder, {})
+def _refuse_two_of_a_name(folder: str, what: str) -> None:
+    """Raises `UsageError` where a module that code of another folder has imported has the name of one in this folder:
+    a process has one module of a name, and two runs in it must never mix."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__dict__", {}).get("__file__")
-        if not isinstance(file, str) or name == "__main__":
-            continue
-        # The folder that contains it, or its top package.
-        home = file.removesuffix(os.sep + "__init__.py").rsplit(os.sep, name.count(".") + 1)[0]
-        if home in _ASIDE and home != folder:
-            beside = os.path.join(folder, name.partition(".")[0])
-            if os.path.lexists(beside) or os.path.lexists(f"{beside}.py"):
-                _ASIDE[home][name] = sys.modules.pop(name)
-    sys.modules.update(modules)
-    modules.clear()
-    importlib.invalidate_caches()
+        home = os.path.dirname(file.removesuffix(f"{os.sep}__init__.py")) if isinstance(file, str) else folder
+        beside = os.path.join(folder, name)
+        if home != folder and home in _FOLDERS and (os.path.lexists(beside) or os.path.lexists(f"{beside}.py")):
+            why = f"{folder} has a module of that name, too, and a process holds only one."
+            raise UsageError(f"{what}: {name} of {home} is imported already", why, "Run it in a process of its own.")
 
 
 def _failure(what: str, name: str, error: BaseException) -> UserCodeFailed:

@@ -276,6 +276,7 @@ def test_two_trainers_on_one_run(
     process = server.start(["train", path, "--set", "train.steps=1000000", "--set", f"run={tmp_path / 'runs' / 'x'}"])
     while not list((tmp_path / "runs").rglob("*.pt")):
         time.sleep(0.02)
+    os.kill(process, signal.SIGSTOP)  # it holds the run; that it goes on takes a core
     before = (tmp_path / "runs" / "x" / "run.yaml").read_bytes()
     for words in (("resume", "runs/x"), ("train", "run.yaml", "--resume", "auto", "--set", "train.steps=1000000")):
         code, _, err = typed(*words)
