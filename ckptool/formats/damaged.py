@@ -194,10 +194,6 @@ def with_whole_count(error: CkptoolError, source: Input) -> CkptoolError:
     (unread) unless only its first bytes are damaged; the same error where that cannot be known."""
     if not isinstance(source, Source):
         return error
-    from ckptool.formats.unrecognized import read_as_text  # of few files
-
-    if (text := read_as_text(source)) is not None:
-        return text
     is_misnamed = for_output(source.path, DEFAULT).tensors_only
     fix = f"Save what is whole: {command('recover', source.path, out=OUT_PT if is_misnamed else OUT)}"
     with suppress(CkptoolError), no_collection():
@@ -221,7 +217,7 @@ def with_whole_count(error: CkptoolError, source: Input) -> CkptoolError:
 
 
 def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
-    """From the directory if it can be read, or that of the state before an edit, else from the records' own headers.
+    """From the directory if it can be read, else from the records' own headers.
 
     Raises `Corrupt` where the pickle is lost, or the record of the byte order, which may have said: big; `Unsupported`
     for a program of TorchScript.
@@ -234,15 +230,11 @@ def _salvaged_zip(source: Source, error: CkptoolError | None) -> Salvaged:
     except CkptoolError as problem:
         error = error or problem
     walk, root = None, _root(state.records) if state is not None else ""
-    if state is None or not root or _is_torn(state.records[f"{root}data.pkl"]):  # a name in it may be what is damaged
-        walk = _Walk(source, source.size)
-        earlier, headers = walk.state, [record.header for record in state.records.values()] if state is not None else []
+    if not root:  # a name in it may be what is damaged
+        state, walk = None, _Walk(source, source.size)
+        root = walk.root
         if not root:
-            state, root = earlier, _root(earlier.records) if earlier is not None else walk.root
-            if walk.goes_on or not root:
-                raise error or _not_recovered(source)
-        elif earlier is not None and min((at for at in headers if at >= earlier.end), default=-1) == earlier.end:
-            state, root = earlier, _root(earlier.records)  # that before an edit which was not written whole
+            raise error or _not_recovered(source)
     # The record that begins the file may not be in the state any more; torch looks at its first bytes all the same.
     is_exact = source.read(0, 4) == b"PK\x03\x04" and state is not None and all(map(_agrees, state.records.values()))
     if state is not None:
@@ -313,17 +305,6 @@ def _root(names: Iterable[str]) -> str:
     return root if all(name.startswith(root) for name in names) else ""
 
 
-def _is_torn(pickle: Record) -> bool:
-    """True if the data is not what the directory says, wherever the record's own header may lead."""
-    if not _agrees(pickle, name_alone=True):
-        return True
-    pickle.is_confirmed = True  # here alone: what is around its data may be damaged, too
-    try:
-        return pickle.crc not in (0, *checksums([pickle.data]))
-    finally:
-        pickle.is_confirmed = False
-
-
 def _agrees(record: Record, *, name_alone: bool = False) -> bool:
     """True if the record's own header says what the directory does."""
     try:
@@ -337,9 +318,7 @@ class _Walk:
     """Goes through a file from header to header, as far as they lead.
 
     records, why: the records in order, and what is wrong with some of them.  root, sizes: the folder of the pickle, and
-    the storages that it names.  listed: the names in a directory.  state: the last complete archive that ends inside
-    the file.  goes_on: another archive follows, or an edit whose state cannot be read.  budget: bytes that may be
-    searched.
+    the storages that it names.  listed: the names in a directory.  budget: bytes that may be searched.
     """
 
     def __init__(self, source: Source, budget: int, max_records: int = directory.MAX_ENTRIES) -> None:
@@ -349,14 +328,13 @@ class _Walk:
         self.why: dict[Record, str] = {}
         self.root, self.sizes, self.listed = "", dict[str, int](), list[str]()
         self.pickles = 0  # that were tried
-        self.state: Archive | None = None
-        self.goes_on = False
-        self.states = 0  # that were tried
         at, previous = 0, -1
-        while previous < at and len(self.records) < max_records and not self.goes_on:
+        while previous < at and len(self.records) < max_records:
             previous, at = at, self._add_record(at)
             if at == previous:
                 at = self._past_directory(at)
+        if sum(_is_pickle(record.name) for record in self.records) > 1:  # of an edited file; which counts, its end says
+            self.root, self.sizes = "", {}
         self._prove_names()
 
     def _peek(self, at: int, length: int) -> bytes:
@@ -381,8 +359,6 @@ class _Walk:
         data_at = at + LOCAL.size + name_size + extra_size
         record = Record(self.archive.headers, name, b"", flags, method, crc, stored, size, at, data_at=data_at)
         record.is_confirmed = True
-        if self.state is not None and (name in self.state.records) != _is_pickle(name):
-            self.goes_on = True
         self.records.append(record)
         if flags & 8 and not stored:
             known_size = self.sizes.get(name) if not method else None
@@ -442,19 +418,12 @@ class _Walk:
 
     def _past_directory(self, at: int) -> int:
         """Where the directory at `at` and the end records behind it end, as far as they are good."""
-        begin = at
         while (line := self._peek(at, CENTRAL.size))[:4] == b"PK\x01\x02" and len(line) == CENTRAL.size:
             sizes = CENTRAL.unpack(line)[10:13]
             self.listed.append(self._peek(at + CENTRAL.size, sizes[0]).decode("utf-8", "replace"))
             at += CENTRAL.size + sum(sizes)
         for signature, layout in directory.END_RECORDS:
             at += layout.size if self._peek(at, 4) == signature else 0
-        if begin < at < self.source.size and self.states < directory.MAX_EDITS:
-            self.states += 1
-            try:
-                self.state = directory.read_archive(self.source.part(0, at))
-            except CkptoolError:  # which of two states would be meant?
-                self.goes_on = self._peek(at, 4) == b"PK\x03\x04"
         return at
 
     def _prove_names(self) -> None:

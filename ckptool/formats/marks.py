@@ -63,10 +63,10 @@ def noted(code: str, names: Iterable[object], one: str, many: str, about: str, f
 
 # Codes of the notes on what was chosen among the values of several ranks, or among several checkpoints, or may be
 # missing: they are also printed where a file is made of it.
-OTHER_TAGS, WEIGHTS_BESIDE = "other-tags", "weights-beside"
+OTHER_TAGS, WEIGHTS_BESIDE, OTHER_ADAPTERS = "other-tags", "weights-beside", "other-adapters"
 CHOSEN = (
     *(OTHER_TAGS, "replicas-differ", "replicas-not-compared", "ranks-differ", "common-collides", "steps-differ"),
-    *("no-optimizer-files", "no-buffers", "sizes-from-pieces", WEIGHTS_BESIDE),
+    *("no-optimizer-files", "no-buffers", "sizes-from-pieces", WEIGHTS_BESIDE, OTHER_ADAPTERS),
 )
 
 # Recovered files -----------------------------------------------------------------------------------------------------

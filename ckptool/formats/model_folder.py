@@ -170,6 +170,15 @@ def left_config(model: Checkpoint, path: str) -> list[str]:
     return [f"one file, without {CONFIG}; a folder with both: {arg(out=f'{path}/')}"]
 
 
+def stale_config(model: Checkpoint, dtype: str, *, dequantized: bool, in_place: bool) -> list[str]:
+    """What is said where the configuration beside weights that were cast still has what it said of them before."""
+    stale = "the quantization" if dequantized and quantization_config(model) else ""
+    config = config_beside(model, CONFIG) or {}
+    if not stale and in_place and with_dtype(config, dtype) != config:
+        stale = "another dtype, in which its library may load the weights"
+    return [f"{CONFIG} beside it still names {stale}; in a folder ({arg(out='DIR/')}) it would not"] if stale else []
+
+
 def left_meaning(model: Checkpoint, changed: Checkpoint, path: str) -> tuple[Note, ...]:
     """A note where one file is written of an adapter or of quantized weights, and only the configuration beside the
     input says what their numbers mean."""

@@ -45,6 +45,7 @@ SINGLE = re.compile(
     r"(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_weights|consolidated)"
     r"(?P<variant>\.[A-Za-z0-9_]+)?\.(?:safetensors|bin)|consolidated\.00\.pth"
 )
+_ADAPTER = "adapter_config.json"
 # LLaVA's projector beside an adapter; the value heads of trl and LLaMA-Factory.
 _TRAINED_BESIDE = re.compile(r"non_lora_trainables\.bin|value_head\.(?:bin|safetensors)")
 
@@ -139,6 +140,12 @@ def read(source: Input) -> Checkpoint:
         beside = filter(_TRAINED_BESIDE.fullmatch, source.names)
         words = "file has", "files have", "weights that were trained with these and are not among them"
         notes = noted(marks.WEIGHTS_BESIDE, beside, *words)
+        if _ADAPTER in source and "trainer_state.json" not in source and not source.far:
+            # PEFT writes the adapter called default into a folder, and each other into one of its name below it.
+            adapters = (n for n in source.names if os.path.lexists(os.path.join(source.path, n, _ADAPTER)))
+            notes += noted(
+                marks.OTHER_ADAPTERS, adapters, "folder in it has", "folders in it have", "adapters that were not read"
+            )
         if others := [other for other in _torch_names(names[0]) if other in source]:
             libraries = f"transformers and diffusers take {names[0]}, too, where both are there"
             notes.append(Note("not-read", f"{listed(others)} was not read: {libraries}"))

@@ -1,9 +1,8 @@
 """Files that are no checkpoints, and what they are: names lie, first bytes do not.
 
-Sources: the magic numbers of file(1), the git-lfs pointer specification, onnx.proto,
-saved_model.proto and the flatbuffers identifiers of TFLite (`TFL3`) and ExecuTorch (`ET12`), LevelDB's table format,
-the writers of Lua Torch (File.lua), Thinc (model.py), TVM (file_utils.cc), fastText (fasttext.cc), fairseq
-(indexed_dataset.py) and coremltools (MILBlob's StorageFormat.hpp).
+Sources: the magic numbers of file(1), the git-lfs pointer specification, onnx.proto, saved_model.proto, the
+flatbuffers identifiers of TFLite (`TFL3`) and ExecuTorch (`ET12`), LevelDB's table format, Lua Torch (File.lua),
+coremltools (MILBlob's StorageFormat.hpp).
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import os
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable
-from contextlib import suppress
 
-from ckptool.checkpoint.files import Folder, Input, Readable, Source, folder_at
+from ckptool.checkpoint.files import Folder, Input, Readable, folder_at
 from ckptool.checkpoint.paths import free_name
 from ckptool.commands import command, other_program
 from ckptool.errors import CkptoolError, Corrupt, NoCheckpointInside, NotACheckpoint, Unsupported, listed
+from ckptool.formats.folder import names_in
 
 
 class OtherProgram(Unsupported):
@@ -70,23 +69,15 @@ _KINDS: tuple[tuple[bytes, type[CkptoolError], str, str, str], ...] = (
         (rb"PYTORCH1", "a PyTorch preview archive (Caffe2, before 1.0)"),
         (rb"PAR1", "a Parquet table"),
         (rb"ARROW1", "an Arrow table"),
-        (rb"\x12\x01\0{6}", "an MXNet parameter file"),
         (rb"\x04\0{3}\x01\0{3}\x03\0{3}V 1", "an object of Lua Torch (.t7)"),
         (rb"\x03\0{3}\x01\0{3}", "a table of Lua Torch (.t7)"),
-        (rb"\x84\xa5nodes", "a model of spaCy or Thinc (MessagePack)"),
         (rb"\x81\xa6params", "a Flax checkpoint (MessagePack)"),
-        (rb"\xb7\x9c\x04\x05O\x8d\xe5\xf7", "a TVM parameter file"),
-        (rb"\xba\x16O/", "a fastText model"),
-        (rb"MMIDIDX\0\0", "the index of a fairseq or Megatron data set (.idx)"),
-        (rb"TNTIDX\0\0", "the index of a fairseq data set (.idx)"),
         (rb".{4}TFL3", "a TensorFlow Lite model"),
         (rb".{4}ET12", "an ExecuTorch program (.pte)"),
         (rb".{4}ORTM", "an ONNX Runtime model"),
         (rb"\x0a[\x01-\x40]\x0a[\x01-\x30]<[^>\0]{1,40}>", "a tokenizer of SentencePiece"),
         (rb"\x08[\x01-\x20](?:\x12.[ -~]*[\x1a\x22\x28\x3a\x42]|\x3a)", "an ONNX model"),
         (rb"\x08\x01\x12[\x80-\xff]*[\x01-\x7f]\x0a", "a TensorFlow SavedModel"),
-        (rb"\x0a[\x80-\xff]*[\x01-\x7f]\x0a.[ -~]+\x12.(?:Placeholder|Const|NoOp|VarHandleOp|VariableV2)",
-            "a TensorFlow graph"),
         (rb".{4}\x02\0\0\0.{56}\xef\xbe\xad\xde", "the weights of a Core ML model (weight.bin)"))),
 )  # fmt: skip
 _TABLE_END = bytes.fromhex("57fb808b247547db")  # of a LevelDB table
@@ -98,7 +89,7 @@ _FOLDERS = {
     "_CHECKPOINT_METADATA": "a checkpoint of Orbax (JAX)",
     "saved_model.pb": "a SavedModel of TensorFlow",
 }
-_BESIDE_BIN = {".idx": "a fairseq or Megatron data set", ".xml": "a model of OpenVINO", ".param": "a model of ncnn"}
+_BESIDE_BIN = {".xml": "a model of OpenVINO", ".param": "a model of ncnn"}
 
 
 def refuse(head: bytes, source: Input) -> CkptoolError:
@@ -112,8 +103,8 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         weights = [name for name in source.names if name.lower().endswith(_SUFFIXES)]
         if len(weights) == 1 and not any(folder_at(os.path.join(source.path, name)) for name in source.names):
             fix = f"Name the file in it: {command('inspect', os.path.join(source.path, *weights))}"
-        elif revision := _revision(source):
-            fix = f"Name a revision of the model, such as main: {command('inspect', revision)}"
+        elif "refs" in source and (revisions := names_in(snapshots := os.path.join(source.path, "snapshots"))):
+            fix = f"Name a revision of the model: {command('inspect', os.path.join(snapshots, revisions[-1]))}"
         else:
             fix = f"Name a checkpoint in it; to see which: {command('scan', source.path)}"
         why = f"ckptool looked for {expected}. {held}"
@@ -152,46 +143,12 @@ def refuse(head: bytes, source: Input) -> CkptoolError:
         is_text = False
     if not is_text:
         what = f"{source} is not a checkpoint that ckptool knows"
-        unknown = NotACheckpoint(what, f"It begins with the bytes {head[:8].hex(' ')}.")
-        return read_as_text(source) or unknown
+        return NotACheckpoint(what, f"It begins with the bytes {head[:8].hex(' ')}.")
     if re.match(_AS_TEXT + rb"[\[{]", head):
         scan = command("scan", os.path.dirname(source.path) or os.curdir)
         why = "It is an index, a configuration or an error message, not the tensors."
         return NotACheckpoint(f"{source} is a JSON file", why, f"See which files beside it have tensors: {scan}")
     return NotACheckpoint(f"{source} is a text file", f"It begins with: {head[:40].decode('utf-8', 'replace')}")
-
-
-def _revision(folder: Folder) -> str:
-    """The folder of the branch `main` of a model in a folder of the hub's cache; empty for any other folder."""
-    branch = os.path.join(folder.path, "refs", "main")
-    with suppress(OSError):
-        if os.path.isfile(branch):
-            with open(branch, encoding="utf-8", errors="replace") as file:
-                revision = file.read(64).strip()
-            path = os.path.join(folder.path, "snapshots", revision)
-            return path if revision.isalnum() and os.path.isdir(path) else ""
-    return ""
-
-
-MAX_END, FEW = 1 << 16, 8
-
-
-def read_as_text(source: Source) -> CkptoolError | None:
-    """The error for a binary file that a program read as text and wrote again, as its end shows; None for any other."""
-    end = source.read(max(source.size - MAX_END, 0), min(source.size, MAX_END))
-    try:
-        text = end.lstrip(bytes(range(0x80, 0xC0))).decode()
-    except UnicodeDecodeError:
-        return None
-    what, lost = f"{source} was read as text and written again, as UTF-8", text.count("\ufffd") >= FEW
-    controls = sum("\0" < letter < "\t" for letter in text)  # as in no text, nor in names that a tar has
-    if controls < FEW or not (lost or "\x7f" < max(text) <= "\xff"):
-        return None
-    if lost:
-        again = "Copy or download it again, as binary data."
-        return Corrupt(what, "Bytes that are no text became U+FFFD; what they were is lost.", again)
-    how = other_program("iconv -f UTF-8 -t ISO-8859-1", source.path, into=free_name(source.path, ".bytes"))
-    return Corrupt(what, "Each byte became a character.", f"Make bytes of them: {how}")
 
 
 # Zip archives --------------------------------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ MOST_ORDERED = 4  # tensors that are tried in every order
 MOST_TOKENS = 64  # of a name in which words may differ, dots included: no model has as many
 MOST_WORDS = 16  # that differ; two, three or all of them are tried together
 SHOWN = 6
+MOST_SHOWN = 100  # rules that are printed beside their file
 
 Entries = Mapping[str, TensorEntry]
 Part = tuple[str, tuple[str, ...]]
@@ -399,9 +400,12 @@ class FoundRules(Report):
     def told(self) -> Told:
         paint = green if self.complete else yellow
         yield bold(self.old), " → ", bold(self.new), ": ", paint(self._proof())
-        for rule in self.rules:
+        shown = self.rules[:MOST_SHOWN] if self.output and not self.dry_run else self.rules
+        for rule in shown:
             yield "  ", cyan(rule.text)
             yield f"    {rule.evidence()}"
+        if len(shown) < len(self.rules):
+            yield f"  … {len(self.rules) - len(shown):,} more in {self.output}"
         yield from (f"  {text}" for text in self._left_over())
         if self.output:
             yield f"{'would write' if self.dry_run else 'wrote'} {self.output}"

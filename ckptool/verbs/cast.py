@@ -13,7 +13,7 @@ from ckptool.conventions.quantized import QuantizedWeight
 from ckptool.conventions.state_dicts import model_state_dicts, optimizers
 from ckptool.errors import NoMatch, UsageError, counted, listed
 from ckptool.facts import size
-from ckptool.formats.model_folder import model_folder, quantization_config
+from ckptool.formats.model_folder import model_folder, stale_config
 from ckptool.transforms.casting import Cast, cast_roots, parse_dtype
 from ckptool.transforms.dequantize import dequantize as dequantized
 from ckptool.verbs._options import ChangedAt, ChangedFiles, Exclude, Only, Out
@@ -93,8 +93,9 @@ def cast(
     rows.append(Row("lossy", facts, _losses(plan, bool(weights)) if plan.tensors and not dry_run else ()))
     not_cast = Row.named("", [f"{name} ({kind})" for name, kind in plan.skipped], "not cast:").lines
     rows.append(Row("skipped", [{"path": name, "kind": kind} for name, kind in plan.skipped], not_cast))
-    if weights and quantization_config(change.original) and not written.details:
-        rows += [f"config.json beside it still names the quantization; in a folder ({arg(out='DIR/')}) it would not"]
+    if not written.details and (plan.tensors or weights):
+        in_place = bool(change.options.get("in_place"))
+        rows += stale_config(change.original, target.torch, dequantized=bool(weights), in_place=in_place)
     if plan.tensors and any(True for _ in optimizers(part.tree)):
         rows.append("the optimizer's state keeps its dtypes")
     infinite = sum(tally.overflowed for *_, tally in plan.tallies) if change.live else 0  # else a line says it

@@ -13,7 +13,7 @@ from ckptool.errors import NoMatch, Unsupported, UsageError, counted, printable
 from ckptool.facts import replace
 from ckptool.formats import CheckpointLike, open_whole
 from ckptool.formats.in_memory import together
-from ckptool.formats.marks import WEIGHTS_BESIDE
+from ckptool.formats.marks import OTHER_ADAPTERS, WEIGHTS_BESIDE
 from ckptool.formats.model_folder import configuration
 from ckptool.transforms.flatten import around, left_behind, weights_alone
 from ckptool.transforms.lora.merge import AdapterMerge
@@ -21,6 +21,8 @@ from ckptool.transforms.memory_names import in_memory
 from ckptool.verbs._adapters import AdapterArgument, ConfigOption, open_adapter
 from ckptool.verbs._options import At, IsPart, Out
 from ckptool.verbs._save import Row, Save, Unpack, Written, change_of
+
+_SAID = WEIGHTS_BESIDE, OTHER_ADAPTERS  # codes of notes on what else belongs to the adapter
 
 
 @verb(
@@ -91,7 +93,7 @@ def lora_merge(
         Row.named("added", merged.added, "new, from modules_to_save:"),
         Row("base_model", trained_on, [f"the adapter was trained on {trained_on[:200]}"] if trained_on else []),
         *leftovers.lines,
-        notes=(*parsed.notes, *(note for note in adapter_checkpoint.notes if note.code == WEIGHTS_BESIDE)),
+        notes=[*parsed.notes, *(each for each in adapter_checkpoint.notes if each.code in _SAID)],
         adapter=parsed.name,
         scheme=parsed.scheme,
         keys=merged.count,

@@ -291,7 +291,9 @@ needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks a
 
 
 @needs_proc
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGKILL]
+)
 def test_a_signal_ends_all_processes_and_nothing_is_half_written(number: int, tmp_path: Path) -> None:
     large = make_large(tmp_path, 3 << 30)
     words = ["convert", *sorted(path.name for path in large.iterdir()), "--to", "safetensors", "-d", "out", "--verify"]

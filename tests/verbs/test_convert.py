@@ -36,7 +36,7 @@ from tests.support.files import contents, load, saved, weights
 from tests.support.looped import looped
 from tests.support.part_files import random_weights, saved_below, trainer_folder
 from tests.support.same import assert_same_objects, assert_same_tree
-from tests.support.small_models import bits, deduplicated
+from tests.support.small_models import bits, deduplicated, model_folder
 
 KINDS = [name for name in PRODUCERS if "legacy" not in name and name not in ("whole_module.pt",)]
 # What a plain safetensors file can hold.
@@ -188,6 +188,14 @@ def test_the_dtype_of_a_configuration_changes_and_nothing_else() -> None:
         assert list(found) == list(config)
         assert found == config | {key: "bfloat16", "text_config": {**config["text_config"], key: "bfloat16"}}
         assert with_dtype(found, "bfloat16") == found
+
+
+def test_a_configuration_beside_weights_that_were_cast_in_place_is_said_to_name_another_dtype(tmp_path: Path) -> None:
+    for named, stale in (("float32", True), ("bfloat16", False)):
+        weights = model_folder(tmp_path / named, state(), torch_dtype=named) / "model.safetensors"
+        before = ckptool.cast(weights, dtype="bf16", in_place=True, dry_run=True).details
+        done = ckptool.cast(weights.parent, dtype="bf16", in_place=True)
+        assert [any("config.json beside it" in line for line in each) for each in (before, done.details)] == [stale] * 2
 
 
 def test_a_configuration_of_something_else_stays_where_it_is(tmp_path: Path, run: Run) -> None:

@@ -41,6 +41,24 @@ def metadata_of(file: Path) -> Any:
         return json.loads(opened.metadata()["lora_adapter_metadata"])
 
 
+def test_adapters_with_names_are_said_not_to_be_read(tmp_path: Path) -> None:
+    """PEFT writes the one called default into the folder, and others into folders of their names."""
+    folder = peft(tmp_path / "adapters", halves("up.q", 6))
+    base = stored(weights(), tmp_path / "base.pt")
+    assert "other-adapters" not in [note.code for note in ckptool.inspect(folder).notes]
+    for name in ("one", "two"):
+        peft(folder / name, halves("up.q", 6, seed=1))
+    reports = [
+        ckptool.inspect(folder),
+        ckptool.verify(folder),
+        ckptool.lora_merge(base, folder, tmp_path / "out.pt"),
+        ckptool.convert(folder, tmp_path / "one.safetensors"),
+    ]
+    for report in reports:
+        (message,) = [note.message for note in report.notes if note.code == "other-adapters"]
+        assert message == "2 folders in it have adapters that were not read: one, two"
+
+
 def test_what_changed_is_extracted_and_merged_back(tmp_path: Path) -> None:
     base, tuned = weights(), weights()
     tuned["up.q.weight"] += torch.outer(torch.arange(6.0), torch.ones(6))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
 import shutil
 import subprocess
@@ -78,21 +77,12 @@ def test_where_there_are_no_checksums_it_says_so(tmp_path: Path) -> None:
         assert found.to_dict()["checksums"] == "none"
 
 
-def has_holes_of_a_page(folder: Path) -> bool:
-    with (folder / "holes").open("wb") as file:
-        file.truncate(1 << 16)
-        os.pwrite(file.fileno(), b"1", 8192)
-        return [os.lseek(file.fileno(), at, os.SEEK_HOLE) for at in (0, 8192)] == [0, 12288]
-
-
 @looped(
     "suffix, connections, holes",
     [("safetensors", 1, False), ("safetensors", 4, True), ("pt", 1, False), ("pt", 1, True)],
 )
 def test_a_download_that_was_broken_off(suffix: str, connections: int, holes: bool, tmp_path: Path) -> None:
     """Made at its full size, and filled by several connections, each of which was cut somewhere."""
-    if connections > 1 and not has_holes_of_a_page(tmp_path):
-        pytest.skip("the file system keeps no holes of a page")
     torch.manual_seed(1)
     random, tree = Random(1), {f"l{number}.weight": torch.randn(2, 33_000) for number in range(4)}
     is_legacy = suffix == "pt"  # where a cut before the last storage shows in its counts
@@ -115,8 +105,7 @@ def test_a_download_that_was_broken_off(suffix: str, connections: int, holes: bo
             (message,) = (note.message for note in report.notes if note.code == "zeros-half-way")
             assert report.exit() == 1 and not report.fine
             assert file.tell() == len(data)  # as all functions leave it, whatever holes were looked for
-        expected = [f"(byte {len(data[:end].rstrip(bytes(1))):,})" for end in ends]
-        assert [place for place in expected[:3] if place not in message] == []
+        assert f"(byte {len(data[: ends[-1]].rstrip(bytes(1))):,})" in message
     assert [file.state for file in ckptool.scan(path, full=True).files] == ["zeros-half-way"]
 
 
