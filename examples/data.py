@@ -76,7 +76,7 @@ def text(length: int = 32, samples: int = 256, seed: int = 0) -> Arrays:
 
 
 class Sequences(Dataset[Any]):
-    """Sequences of several lengths, for `collate: pad`: the numbers of one digit, how often it comes is the class."""
+    """Sequences of several lengths, for `collate: data.py:pad`: how often a digit comes is the class."""
 
     def __init__(self, samples: int = 256, longest: int = 12, seed: int = 0) -> None:
         g = torch.Generator().manual_seed(seed)
@@ -90,3 +90,10 @@ class Sequences(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         item = self.items[index]
         return item, torch.tensor(int((item == 1).sum()) % 2)
+
+
+def pad(samples: list[Any]) -> tuple[torch.Tensor, ...]:
+    """A batch of sequences, padded with zeros to the longest, their targets, and their lengths."""
+    sequences, targets = zip(*samples, strict=True)
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True), torch.stack(targets), lengths

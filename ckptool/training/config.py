@@ -107,7 +107,7 @@ class Data(Section):
     args: Args = key({}, "its arguments")
     batch: Positive = key(32, "the global batch, whatever the number of processes and of micro-steps")
     workers: Count = key(0, "processes that load", FREE)
-    collate: str = key("default", "default | pad (sequences) | file.py:NAME")
+    collate: str = key("default", "default | file.py:NAME, as examples/data.py:pad")
     drop_last: bool = key(False, "leave out the last, partial batch of an epoch")
     sampler: str | None = key(None, "file.py:NAME, called with (data set, generator) in each epoch: gives indices")
     val_fraction: Number = key(0.2, "held out for evaluation, unless there is val", ge=0, lt=1)
@@ -124,13 +124,6 @@ class Data(Section):
         return {**values, "val_fraction": 0.0}
 
 
-class FreezeUntil(Section):
-    """Parameters that do not learn until a step."""
-
-    match: Patterns = key(..., "patterns of parameters")
-    until: Positive = key(..., "the first step in which they learn")
-
-
 class Clip(Section):
     """Gradients clipped to a norm or to a value; exactly one of the two."""
 
@@ -140,7 +133,7 @@ class Clip(Section):
 
 
 class Model(Section):
-    """One model. `from` names a checkpoint to start from; `freeze` patterns of parameters, for ever or until a step.
+    """One model. `from` names a checkpoint to start from; `freeze` patterns of parameters.
 
     A pattern is a glob of names ("body.*.weight"), a module ("body.0"), a class ("type:LayerNorm"), one of its
     parameters ("type:Linear.weight"), an expression ("re:…"), or "not:…", which takes away from those before it.
@@ -150,9 +143,7 @@ class Model(Section):
     args: Args = key({}, "its arguments")
     init: str = key("default", "default: what its own code sets | file.py:NAME, called with the model", START)
     clip: Clip | None = key(None, "of the gradients of all its optimizers together: {norm: 1.0}")
-    freeze: list[str | FreezeUntil] = key(
-        [], 'patterns: ["body.*"], or until a step: [{match: "body.*", until: 100}]', DECLARED
-    )
+    freeze: list[str] = key([], 'patterns of parameters that do not learn: ["body.*"]', DECLARED)
     from_: str | None = key(None, "a checkpoint to start from", START, alias="from")
     strict: bool = key(True, "false: load what fits of it, and say what was skipped", START)
     min_loaded: Number | None = key(
@@ -169,15 +160,13 @@ class Group(Section):
 
 
 class Schedule(Section):
-    """A learning rate schedule: one of torch, warmup_cosine, inverse_sqrt, warmup_linear, or yours.
+    """A learning rate schedule: one of torch, warmup_cosine, or yours.
 
     `file.py:NAME` is a function of the step that gives a factor (for LambdaLR; `args` are its other arguments), or a
     class, or a function whose first argument is called `optimizer`, which make a schedule.
     """
 
-    name: str = key(
-        ..., "a class of torch.optim.lr_scheduler | warmup_cosine | inverse_sqrt | warmup_linear | file.py:NAME"
-    )
+    name: str = key(..., "a class of torch.optim.lr_scheduler | warmup_cosine | file.py:NAME")
     args: Args = key({}, "its arguments")
     per: Literal["step", "epoch"] = key("step", "when it advances")
 
@@ -277,20 +266,12 @@ class Log(Section):
 
 
 class Profile(Section):
-    """The steps that `torch.profiler` waits, warms up and records; where the trace goes, in the run's folder.
-
-    Beside it goes a table, `profile.txt`, of the operators that took the most time.
-    """
+    """The steps that `torch.profiler` waits, warms up and records; where the trace goes, in the run's folder."""
 
     wait: Count = key(1, "steps to wait")
     warmup: Count = key(1, "steps to warm up")
     active: Positive = key(3, "steps to record")
     trace: str = key("profile.json", "the name of the file", pattern=r"^[\w][\w.-]*\.json(\.gz)?$")
-
-    @property
-    def table(self) -> str:
-        """The name of the file with the operators that took the most time."""
-        return self.trace.removesuffix(".gz").removesuffix(".json") + ".txt"
 
 
 class Split(Section):

@@ -346,29 +346,11 @@ def stacked(samples: list[Any]) -> Any:
     try:
         return default_collate(samples)
     except RuntimeError as error:
-        ways = (arg(set=f"data.collate={way}") for way in ("pad", "file.py:NAME"))
-        fix = "Pad sequences: {}; or name a function of your own: {}".format(*ways)
+        fix = f"Name a function of your own, which pads them: {arg(set='data.collate=file.py:NAME')}"
         raise UsageError(f"data: the samples of a batch cannot be stacked: {error}", "", fix) from error
 
 
-def pad(samples: list[Any]) -> Any:
-    """Sequences, padded with zeros to the longest; their lengths are the last part (`lengths`, in a dictionary)."""
-
-    def padded(column: list[Any]) -> Any:
-        tensors = [torch.as_tensor(part) if isinstance(part, list) else part for part in column]
-        if all(isinstance(part, torch.Tensor) and part.dim() for part in tensors):
-            return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-        return stacked(column)
-
-    first = samples[0]
-    keys = first if isinstance(first, dict) else range(len(first)) if isinstance(first, tuple) else ()
-    columns = {key: [sample[key] for sample in samples] for key in keys} or {0: samples}
-    lengths = torch.tensor([len(sequence) for sequence in next(iter(columns.values()))])
-    parts = {key: padded(column) for key, column in columns.items()}
-    return {**parts, "lengths": lengths} if isinstance(first, dict) else (*parts.values(), lengths)
-
-
-COLLATES = Choice("collate", "is called with a list of samples and gives a batch", {"default": stacked, "pad": pad})
+COLLATES = Choice("collate", "is called with a list of samples and gives a batch", {"default": stacked})
 SAMPLERS = Choice("data.sampler", "is called with (data set, generator) in each epoch and gives indices")
 DATA = Choice(
     "data",

@@ -18,7 +18,6 @@ from ckptool.output.durable import write_problems
 from ckptool.training.config import Profile
 from ckptool.training.extensions import Choice, numbers
 from ckptool.training.parallel import is_divided
-from ckptool.training.store import write_text
 
 if TYPE_CHECKING:
     from ckptool.training.trainer import Trainer
@@ -58,8 +57,7 @@ class Hooks:
         """Attaches the hooks while a run trains, with the profiler and TensorBoard if they are configured."""
         config = trainer.config
         if trainer.world.is_first and config.profile is not None:
-            by = f"self_{'cuda' if trainer.world.device.type == 'cuda' else 'cpu'}_time_total"
-            self.hooks.append(("profile", Profiler(config.profile, folder, by)))
+            self.hooks.append(("profile", Profiler(config.profile, folder)))
         if trainer.world.is_first and config.log.tensorboard:
             self.hooks.append(("tensorboard", Board(folder, trainer.step)))
         errors: list[CkptoolError] = []
@@ -75,11 +73,6 @@ class Hooks:
                     errors.append(error)
         if errors:  # an error that stopped the run is raised in their place
             raise errors[0]
-
-    @property
-    def profiled(self) -> str:
-        """The path of the profiler's table, if it was written, else ""."""
-        return next((hook.written for _, hook in self.hooks if isinstance(hook, Profiler)), "")
 
     def facts(self) -> dict[str, float]:
         """The numbers of the hooks since the last line."""
@@ -135,14 +128,10 @@ class ActivationStats:
 
 
 class Profiler:
-    """`torch.profiler` over some steps, once; the trace in the run's folder is for chrome://tracing or Perfetto.
+    """`torch.profiler` over some steps, once; the trace in the run's folder is for chrome://tracing or Perfetto."""
 
-    by: the sort key of the table of the 20 operators that took the most time.  written: its path, afterwards.
-    """
-
-    def __init__(self, settings: Profile, folder: str, by: str) -> None:
-        self.path, self.table = (os.path.join(folder, name) for name in (settings.trace, settings.table))
-        self.by, self.written = by, ""
+    def __init__(self, settings: Profile, folder: str) -> None:
+        self.path = os.path.join(folder, settings.trace)
         with _quietly():
             schedule = torch.profiler.schedule(
                 wait=settings.wait, warmup=settings.warmup, active=settings.active, repeat=1
@@ -153,8 +142,6 @@ class Profiler:
     def _write(self, profile: torch.profiler.profile) -> None:
         with write_problems(self.path, "write the trace to"):
             profile.export_chrome_trace(self.path)
-        write_text(self.table, str(profile.key_averages().table(sort_by=self.by, row_limit=20)))
-        self.written = self.table
 
     def after_step(self, trainer: Trainer) -> None:
         with _quietly():

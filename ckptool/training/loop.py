@@ -139,7 +139,6 @@ def remember(trainer: Trainer, metrics: dict[str, float]) -> None:
 
 def one_step(trainer: Trainer, batches: Sequence[Batch], hooks: Hooks) -> None:
     """One optimizer step of every phase, on one global batch in `accumulate` micro-batches."""
-    trainer.thaw()
     count = sum(batch.total for batch in batches)
     losses = []
     for number, phase in enumerate(trainer.task.phases):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from ckptool.training.parallel import divided_like, is_divided, local
 from ckptool.training.saving import to_cpu
 
 if TYPE_CHECKING:
-    from ckptool.training.config import Clip, FreezeUntil, Optim, Schedule
+    from ckptool.training.config import Clip, Optim, Schedule
 
 Parameters = Mapping[str, nn.Parameter]
 OPTIMIZERS = Choice(
@@ -143,35 +143,15 @@ def clip_gradients(optimizer: torch.optim.Optimizer | Update, clip: Clip) -> Non
         nn.utils.clip_grad_value_(chosen, clip.value)
 
 
-class Freezing:
-    """Freezes parameters for ever or until a step, by turning their gradients off; groups are never rebuilt.
+def freeze(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+    """Turns off the gradients of the parameters that match; returns the names of all that do not learn.
 
-    Other parameters stay as the model's own code set them, and thawed ones return to that. never: the names of
-    parameters that do not learn at any step. Raises `UsageError` for a pattern that matches nothing.
+    Others stay as the model's own code set them. Raises `UsageError` for a pattern that matches nothing.
     """
-
-    def __init__(self, model: nn.Module, rules: Iterable[str | FreezeUntil]) -> None:
-        parameters = dict(model.named_parameters())  # a tied one once, under its first name
-        entries = list(rules)
-        for_ever = [rule for rule in entries if isinstance(rule, str)]
-        until: dict[str, float] = dict.fromkeys(parameters_matching(model, for_ever, "freeze"), math.inf)
-        for rule in entries:
-            if not isinstance(rule, str):
-                names = parameters_matching(model, rule.match, "freeze")
-                until.update({name: max(rule.until, until.get(name, 0)) for name in names})
-        self._rules = [(parameters[name], parameters[name].requires_grad, end) for name, end in until.items()]
-        self.never = {name for name, p in parameters.items() if not p.requires_grad or until.get(name) == math.inf}
-
-    def apply(self, step: int) -> bool:
-        """Sets `requires_grad` for a step; steps may only increase. True if that changed something."""
-        changed = False
-        for parameter, learned, end in self._rules:
-            learns = learned and step >= end
-            if parameter.requires_grad is not learns:
-                parameter.requires_grad_(learns)
-                parameter.grad = None
-                changed = True
-        return changed
+    parameters = dict(model.named_parameters())  # a tied one once, under its first name
+    for name in parameters_matching(model, patterns, "freeze"):
+        parameters[name].requires_grad_(False)
+    return {name for name, parameter in parameters.items() if not parameter.requires_grad}
 
 
 # Schedules -----------------------------------------------------------------------------------------------------------
@@ -183,22 +163,11 @@ def warmup_cosine(step: int, warmup: int, total: int, floor: float = 0.0) -> flo
     return (step + 1) / warmup if step < warmup else floor + (1 - floor) * 0.5 * (1 + math.cos(angle))
 
 
-def inverse_sqrt(step: int, warmup: int) -> float:
-    """A factor that rises linearly over `warmup` steps, then falls as 1/√step (Vaswani et al., 2017)."""
-    return min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
-
-
-def warmup_linear(step: int, warmup: int, total: int, floor: float = 0.0) -> float:
-    """A factor that rises linearly over `warmup` steps, then falls linearly to `floor` at `total`."""
-    down = 1 - (1 - floor) * (step - warmup) / max(1, total - warmup)
-    return (step + 1) / warmup if step < warmup else max(floor, down)
-
-
 SCHEDULES = Choice(
     "schedule",
     "is a function of the step that gives a factor; or a class, or a function whose first argument is optimizer, "
     "that gives a torch schedule, as LambdaLR(optimizer, …)",
-    {"warmup_cosine": warmup_cosine, "inverse_sqrt": inverse_sqrt, "warmup_linear": warmup_linear},
+    {"warmup_cosine": warmup_cosine},
     classes_of(lr_scheduler, LRScheduler),
     dict.fromkeys(
         ("lambdalr", "multiplicativelr", "sequentiallr", "chainedscheduler"),

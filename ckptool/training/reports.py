@@ -46,7 +46,7 @@ ANY = "any moment"  # the place of a kill that waits for no event
 class Outcome(Report):
     """How a run ended. status: `done`, `stopped`, or by `stop.patience` `stopped-early`, which `why` explains.
 
-    exit_code: 0, or 128 plus the signal that stopped it.  profile: the profiler's table, where one was written.
+    exit_code: 0, or 128 plus the signal that stopped it.
     """
 
     schema = "train/2"
@@ -57,7 +57,6 @@ class Outcome(Report):
     exit_code: int
     path: str
     why: str = ""
-    profile: str = ""
 
     def exit(self) -> int:
         return self.exit_code
@@ -74,8 +73,6 @@ class Outcome(Report):
             where = f" after {steps}, saved → {self.path}" if self.step else f" before the first step: {self.path}"
             yield yellow("stopped"), where
             yield "  ", cyan(str(command("resume", self.path)))
-        if self.profile:
-            yield f"  profile: {self.profile}"
 
 
 def line_of(fact: Mapping[str, Any], rate: float, *, drawn: bool = False) -> str:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ckptool import __version__
-from ckptool.checkpoint.files import open_regular, read_small_text
+from ckptool.checkpoint.files import read_small_text
 from ckptool.checkpoint.paths import file_problem
 from ckptool.commands import Command, command
 from ckptool.errors import CkptoolError, Conflict, Corrupt, FileProblem, UsageError
@@ -62,14 +61,9 @@ def create(folder: str, settings: dict[str, Any], retention: Retention) -> RunFo
         what = f"cannot make the run {folder}: it is a file"
         raise FileProblem(what, "A run is a folder.", f"Name another: {elsewhere}")
     _refuse_run(folder, elsewhere)
-    # Files of these names belong to a run that was begun here and never saved, or to something else.
-    names, text = [name for name in (METRICS, HISTORY, CONFIG) if os.path.lexists(os.path.join(folder, name))], ""
-    with suppress(CkptoolError):
-        text = read_small_text(os.path.join(folder, CONFIG), "a configuration", MAX_CONFIG) if names else ""
-    if (match := _ID.search(text)) and _signed(match[1], values_of(text)) == text:  # exactly as the run wrote it
-        _refuse_foreign(folder, names[:-1], elsewhere)
-        run.id = match[1]
-    elif names:
+    if is_run(folder):  # which was begun here, and never saved
+        run.id = recorded(folder)[0]
+    elif names := [name for name in (METRICS, HISTORY, CONFIG) if os.path.lexists(os.path.join(folder, name))]:
         raise not_ours(folder, names, elsewhere)
     make_folder(folder)
     run.lock = Lock(folder, elsewhere)
@@ -79,7 +73,7 @@ def create(folder: str, settings: dict[str, Any], retention: Retention) -> RunFo
         # The history of a run that never saved is dropped, but for the names of the files that it wrote.
         run.history.keep(lambda fact: fact.get("event") == "writes")
         # The configuration comes last, and makes the folder a run: a process killed before it begins again.
-        write_text(os.path.join(folder, CONFIG), _signed(run.id, settings))
+        write_text(os.path.join(folder, CONFIG), f"# ckptool run {run.id}\n{dumped(settings)}")
     except BaseException:
         run.close()
         raise
@@ -87,10 +81,9 @@ def create(folder: str, settings: dict[str, Any], retention: Retention) -> RunFo
 
 
 def reopen(folder: str, retention: Retention, *, write: bool = True) -> RunFolder:
-    """An existing run. Raises `Conflict` where its files are something else's."""
+    """An existing run."""
     run_id, values = recorded(folder)
     run = RunFolder(folder, run_id, retention, by_script=LOOP in values)
-    _refuse_foreign(folder, (HISTORY, METRICS), run.elsewhere)
     if write:
         run.lock = Lock(folder, run.elsewhere)
         make_folder(run.checkpoints)
@@ -156,24 +149,6 @@ def _without_config(folder: str, elsewhere: str | Command) -> Conflict:
     )
 
 
-def _refuse_foreign(folder: str, names: Iterable[str], elsewhere: str | Command) -> None:
-    """Raises `Conflict` for files of lines that do not begin as a run's do; a first line may be cut short."""
-    foreign = []
-    for name in names:
-        path, begin, head = os.path.join(folder, name), {HISTORY: b'{"event": ', METRICS: b'{"step": '}[name], None
-        with suppress(CkptoolError, OSError), open(open_regular(path, "a file of lines"), "rb") as file:
-            head = file.read(len(begin))
-        if os.path.lexists(path) and (head is None or not begin.startswith(head)):
-            foreign.append(name)
-    if foreign:
-        raise not_ours(folder, foreign, elsewhere)
-
-
-def _signed(run_id: str, settings: dict[str, Any]) -> str:
-    """The text of a run.yaml: the id of the run, then its settings."""
-    return f"# ckptool run {run_id}\n{dumped(settings)}"
-
-
 def dumped(settings: dict[str, Any]) -> str:
     """Settings as YAML."""
     text: str = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=120)
@@ -193,7 +168,6 @@ def values_of(text: str) -> dict[str, Any]:
 
 PATIENCE = 2.0  # seconds: a killed process holds its lock until all of it is gone
 _HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
-_HOLDER = re.compile(rb"pid [0-9]+[^\n]*\n?")
 
 
 def _close_in_child() -> None:
@@ -212,7 +186,6 @@ class Lock:
 
     def __init__(self, folder: str, elsewhere: str | Command = OTHER_RUN) -> None:
         path = os.path.join(folder, "lock")
-        existed = os.path.lexists(path)
         with write_problems(path):
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         _HELD.add(self)
@@ -230,7 +203,7 @@ class Lock:
                         raise Conflict(what, "Two trainers in one run would mix their checkpoints.", fix) from None
                     time.sleep(0.05)
             content = os.pread(self.fd, 300, 0)
-            if not existed or _HOLDER.fullmatch(content):  # else it is not ours: a lock works without a name in it
+            if not content or content.startswith(b"pid "):  # else it is not ours: a lock works without a name in it
                 os.ftruncate(self.fd, 0)
                 os.pwrite(self.fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except OSError as error:

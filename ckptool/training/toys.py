@@ -15,7 +15,7 @@ from ckptool.errors import UsageError
 
 
 class Arrays(TensorDataset):
-    """Tensors whose first dimension counts the samples. about: sizes for models (`inputs`, `classes`, `vocabulary`)."""
+    """Tensors whose first dimension counts the samples. about: sizes for models (`inputs`, `classes`)."""
 
     def __init__(self, *columns: torch.Tensor, about: dict[str, Any]) -> None:
         super().__init__(*columns)
@@ -44,7 +44,7 @@ def blobs(samples: int = 512, classes: int = 4, inputs: int = 8, spread: float =
 
 
 class MLP(nn.Sequential):
-    """Linear layers with ReLU and dropout between them, for inputs of any shape, and tokens with a vocabulary."""
+    """Linear layers with ReLU and dropout between them, for inputs of any shape."""
 
     def __init__(
         self,
@@ -53,13 +53,9 @@ class MLP(nn.Sequential):
         classes: int = 0,
         hidden: list[int] | None = None,
         dropout: float = 0.0,
-        vocabulary: int = 0,
-        width: int = 16,
     ) -> None:
-        first = math.prod(inputs) * (width if vocabulary else 1)
-        sizes = [first, *([64] if hidden is None else hidden), outputs or classes]
-        layers: list[nn.Module] = [nn.Embedding(vocabulary, width)] if vocabulary else []
-        layers.append(nn.Flatten())
+        sizes = [math.prod(inputs), *([64] if hidden is None else hidden), outputs or classes]
+        layers: list[nn.Module] = [nn.Flatten()]
         for number, (before, after) in enumerate(pairwise(sizes)):
             layers.append(nn.Linear(before, after))
             if number < len(sizes) - 2:

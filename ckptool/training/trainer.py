@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ckptool.bridge.modules import unwrapped
-from ckptool.checkpoint.paths import absolute, temporary_files
+from ckptool.checkpoint.paths import temporary_files
 from ckptool.commands import arg
 from ckptool.errors import Corrupt, UsageError, counted, listed, printable
 from ckptool.training import CHANGED, CONFIG, configfile, optim, run_folder
@@ -31,7 +31,7 @@ from ckptool.training.extensions import is_theirs, name_culprits
 from ckptool.training.hooks import Hooks, Progress
 from ckptool.training.loop import measured, one_step, remember, train
 from ckptool.training.models import Say, build_model, checkpoint_activations
-from ckptool.training.optim import Average, Freezing, Update
+from ckptool.training.optim import Average, Update
 from ckptool.training.parallel import World, placed, world_of, wrapped
 from ckptool.training.reports import Evaluated, Outcome, Rehearsal
 from ckptool.training.rng import seed_all
@@ -48,8 +48,8 @@ from ckptool.training.tasks import TASKS, Task
 class Trainer:
     """The parts of a run, and how far it has come. `step` is the number of completed optimizer steps.
 
-    models: as they are saved.  built: the same in the wrappers of the user's code.  runners: wrapped as the strategy
-    runs them.  updates: the optimizers of each.
+    models: as they are saved.  runners: the same in the wrappers of the user's code, and as the strategy runs them.
+    updates: the optimizers of each.
     skipped: of the checkpoints that models start from, in words.  loss: the mean over the samples of the last step.
     best: metric, value and step of the best evaluation.  stale: with `stop.patience`, the metric, the value to improve
     on, and the count of evaluations in a row that did not.  samples: how many were trained on.
@@ -62,13 +62,11 @@ class Trainer:
     task: Task
     scaler: torch.amp.GradScaler | None
     models: dict[str, nn.Module] = field(default_factory=dict)
-    built: dict[str, nn.Module] = field(default_factory=dict)
     runners: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     updates: dict[str, Update] = field(default_factory=dict)
     schedules: dict[str, torch.optim.lr_scheduler.LRScheduler] = field(default_factory=dict)
     averages: dict[str, Average] = field(default_factory=dict)
-    freezing: dict[str, Freezing] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     step: int = 0
     loss: float | None = None
@@ -83,13 +81,6 @@ class Trainer:
         """True once evaluations have not improved for as long as `stop.patience` allows."""
         patience = self.config.stop.patience
         return bool(patience and self.stale and self.stale["count"] >= patience)
-
-    def thaw(self) -> None:
-        """Sets which parameters learn in the next step."""
-        for name, freezing in self.freezing.items():
-            # A wrapper fixes which gradients the processes exchange.
-            if freezing.apply(self.step) and self.config.strategy == "ddp":
-                self.runners[name] = wrapped(self.built[name], self.config, self.world)
 
     def key(self, kind: str, name: str) -> str:
         """The name by which a part is saved: `model`; with several models `model_NAME`.
@@ -161,12 +152,11 @@ def build(config: Config, world: World, say: Say = lambda text: None, *, fresh: 
         model = placed(unwrapped(built), config, world)
         if config.train.activation_checkpoint is not None:
             checkpoint_activations(model, config.train.activation_checkpoint, say)
-        freezing = Freezing(model, settings.freeze)
-        freezing.apply(0)
+        frozen = optim.freeze(model, settings.freeze)
         optims = {key: options for key, options in config.optim.items() if config.model_of(key) == name}
-        shares = optim.shares(model, optims, freezing.never)
+        shares = optim.shares(model, optims, frozen)
         optimizers = {key: optim.build_optimizer(model, optims[key], share) for key, share in shares.items()}
-        trainer.models[name], trainer.built[name], trainer.freezing[name] = model, built, freezing
+        trainer.models[name] = model
         trainer.runners[name] = wrapped(built, config, world)
         trainer.optimizers |= optimizers
         trainer.updates[name] = Update(optimizers, optims, settings.clip)
@@ -282,7 +272,7 @@ def _trained(
     run = TrainerRun(trainer, folder, stop, say)
     with run:
         train(trainer, run, hooks)
-    return replace(run.outcome, profile=hooks.profiled)
+    return run.outcome
 
 
 def resume(
@@ -358,8 +348,8 @@ class TrainerRun(Run):
     def _note_begin(self, **facts: Any) -> None:
         folder, trainer, config = self.folder, self.trainer, self.trainer.config
         folder.refuse_others(trainer.step, trainer.total_steps)
-        for name in (config.profile.trace, config.profile.table) if config.profile is not None else ():
-            folder.claim(name)
+        if config.profile is not None:
+            folder.claim(config.profile.trace)
         _, before = recorded_config(folder.folder)
         if changed := {change.key: [change.before, change.after] for change in changes(before, config)}:
             folder.note(CHANGED, changes=changed, config=config.dumped())
@@ -415,20 +405,11 @@ class _Left(Exception):
 
 
 def fingerprint(config: Config, data: Samples) -> dict[str, Any]:
-    """A digest of each of the user's files that are loaded, and the number of samples.
-
-    The files that the configuration names, and what lies beside and below them; each under its path from the folder
-    that they are in, which is the same wherever the run goes on.
-    """
-    files = ((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
-    paths = {name: absolute(file) for name, file in files if file}
-    code: dict[str, str] = {}
-    for source in {name.rpartition(":")[0] for name in code_names(config.dumped())}:
-        top = absolute(source) if source.endswith(".py") else paths.get(source.partition(".")[0], "")
-        folder = os.path.dirname(top.removesuffix(os.sep + "__init__.py")) + os.sep
-        theirs = {path for path in paths.values() if top and path.startswith(folder) and is_theirs(path)}
-        code |= {path.removeprefix(folder): file_digest(path) for path in theirs}
-    return {"code": dict(sorted(code.items())), "samples": data.train_count + len(data.held_out)}
+    """A digest of each of the user's files that the configuration names, by its name, and the number of samples."""
+    named = {name.rpartition(":")[0] for name in code_names(config.dumped())}
+    paths = {name if name.endswith(".py") else getattr(sys.modules.get(name), "__file__", "") for name in named}
+    code = {os.path.basename(path): file_digest(path) for path in sorted(filter(None, paths)) if is_theirs(path)}
+    return {"code": code, "samples": data.train_count + len(data.held_out)}
 
 
 def differences(before: Any, now: dict[str, Any]) -> list[str]:

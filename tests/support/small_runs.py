@@ -156,8 +156,7 @@ ARGS: dict[str, dict[str, Any]] = {
     "CosineAnnealingLR": {"T_max": 6}, "CosineAnnealingWarmRestarts": {"T_0": 3, "T_mult": 2},
     "CyclicLR": {"base_lr": 0.001, "max_lr": 0.1, "step_size_up": 3, "cycle_momentum": False},
     "OneCycleLR": {"max_lr": 0.1, "total_steps": 20}, "ReduceLROnPlateau": {"patience": 0, "factor": 0.5},
-    "warmup_cosine": {"warmup": 3, "total": 12, "floor": 0.1}, "warmup_linear": {"warmup": 3, "total": 12},
-    "inverse_sqrt": {"warmup": 3},
+    "warmup_cosine": {"warmup": 3, "total": 12, "floor": 0.1},
 }  # fmt: skip
 
 

@@ -236,7 +236,7 @@ def test_a_value_that_no_configuration_can_hold_is_named(value: Any) -> None:
 
 NAMES = {  # key -> a name that is nothing, what may be meant, and what one's own is said to be
     "data.name": ("blob", "blobs", "is called with args and gives a Dataset"),
-    "data.collate": ("padd", "pad", "is called with a list of samples"),
+    "data.collate": ("defalt", "default", "is called with a list of samples"),
     "data.sampler": ("random", "", "is called with (data set, generator)"),
     "models.main.name": ("mpl", "mlp", "is called with args and gives a torch.nn.Module"),
     "models.main.init": ("defalt", "default", "is called with the model"),

@@ -70,7 +70,8 @@ WRONG_LINES = {
     "save: {every: true}": "run.yaml:3: save.every: should be a number (it is True)",
     "eval: {every: true}": "run.yaml:3: eval.every: should be a number, or 'epoch' (it is True)",
     "deterministic: maybe": "run.yaml:3: deterministic: should be true or false, or 'warn' (it is 'maybe')",
-    "models:\n  main: {freeze: [{match: a}]}": "run.yaml:4: models.main.freeze.0.until is missing",
+    "models:\n  main: {freeze: [{match: a}]}": "run.yaml:4: models.main.freeze.0: should be a string (it is a section)",
+    "optim: {main: {groups: [{lr: 1}]}}": "run.yaml:3: optim.main.groups.0.match is missing",
     "optim: {main: {clip: {}}}": (
         "run.yaml:3: optim.main.clip: give norm or value, exactly one of the two (null is none)"
     ),
@@ -305,7 +306,7 @@ STEPS = "{name: step, args: {step_size: 2}, per: epoch}"
 DECLARED = {
     "optim.main.schedule": ["null", "{name: 'a #b.py:f', args: {gamma: 0.9}}", "{name: 'c #d.py:f'}", STEPS],
     "optim.main.lr": ["1e-05", "0.3"],
-    "models.main.freeze": ["[]", "['*.bias', \"it's\"]", "[{match: '*', until: 3}]"],
+    "models.main.freeze": ["[]", "['*.bias', \"it's\"]", "['*']"],
     "data.val": ["null", "{name: blobs}", "{name: blobs, args: {samples: 9}}"],
 }
 

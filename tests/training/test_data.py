@@ -17,9 +17,10 @@ from torch.utils.data import default_collate
 from ckptool.bridge.user_code import import_user_code
 from ckptool.errors import CkptoolError, UsageError
 from ckptool.training import toys
-from ckptool.training.data import Picked, pad, stacked, to_device
+from ckptool.training.data import Picked, stacked, to_device
 from ckptool.training.parallel import World
 from ckptool.training.trainer import Trainer
+from examples.data import pad
 from tests.support.looped import sliced
 from tests.support.several_processes import processes
 from tests.support.small_runs import last, own, run_to_end, take, toy, trainer
@@ -237,17 +238,8 @@ def test_signals_do_not_reach_the_workers_and_still_reach_the_trainer() -> None:
 def test_padding() -> None:
     one, two = torch.tensor([1, 2, 3]), torch.tensor([4])
     codes, labels, lengths = pad([(one, torch.tensor(0)), (two, torch.tensor(1))])
-    assert codes.tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert (labels.tolist(), lengths.tolist()) == ([0, 1], [3, 1])
-    codes, lengths = pad([[1, 2], [3]])
-    assert (codes.tolist(), lengths.tolist()) == ([[1, 2], [3, 0]], [2, 1])
-    found = pad([{"codes": one, "label": 0}, {"codes": two, "label": 1}])
-    assert {key: value.tolist() for key, value in found.items()} == {
-        "codes": [[1, 2, 3], [4, 0, 0]],
-        "label": [0, 1],
-        "lengths": [3, 1],
-    }
-    data = {"name": toy("data.py:Sequences"), "args": {"samples": 40}, "collate": "pad", "batch": 8}
+    assert (codes.tolist(), labels.tolist(), lengths.tolist()) == ([[1, 2, 3], [4, 0, 0]], [0, 1], [3, 1])
+    data = {"name": toy("data.py:Sequences"), "args": {"samples": 40}, "collate": toy("data.py:pad"), "batch": 8}
     losses = take(trainer("optim.main.lr=0.05", data=data, models={"main": {"name": toy("models.py:Tagger")}}), 20)
     assert min(losses[10:]) < losses[0]
 

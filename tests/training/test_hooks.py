@@ -75,22 +75,18 @@ def test_a_hook_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_the_profiler_writes_its_trace_into_the_run(tmp_path: Path) -> None:
-    done = run_to_end(tmp_path, profile={"wait": 2, "warmup": 1, "active": 3, "trace": "trace.json"})
+    run_to_end(tmp_path, profile={"wait": 2, "warmup": 1, "active": 3, "trace": "trace.json"})
     trace = json.loads((tmp_path / "run/trace.json").read_text())
     steps = {event["name"] for event in trace["traceEvents"] if event.get("name", "").startswith("ProfilerStep")}
     assert steps == {"ProfilerStep#3", "ProfilerStep#4", "ProfilerStep#5"}
     assert any("addmm" in event.get("name", "") for event in trace["traceEvents"])
-    assert done.profile == str(tmp_path / "run/trace.txt")
-    rows = Path(done.profile).read_text().splitlines()
-    assert "Self CPU" in rows[1]
-    assert any("addmm" in row for row in rows)
-    assert 20 <= len(rows) <= 28  # the most expensive 20, the heading and the sums
 
 
 def test_a_run_that_is_shorter_than_the_profile_ends_well(tmp_path: Path) -> None:
     run_to_end(tmp_path, "train.steps=2", profile={"wait": 1, "warmup": 0, "active": 9})
     assert (tmp_path / "run/profile.json").exists()
-    assert run_to_end(tmp_path / "shorter", "train.steps=1", profile={"wait": 5}).profile == ""
+    run_to_end(tmp_path / "shorter", "train.steps=1", profile={"wait": 5})
+    assert not (tmp_path / "shorter/run/profile.json").exists()
 
 
 # TensorBoard ---------------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def test_patterns_name_parameters_modules_and_classes() -> None:
 
 
 def test_groups_freezing_and_checkpointing_take_the_same_patterns() -> None:
-    frozen = ["not:blocks", {"match": ["blocks.1"], "until": 2}]
+    frozen = ["not:blocks", "blocks.1"]
     made = trainer(
         **{**TEXT, "models": {"main": {**TEXT["models"]["main"], "freeze": frozen}}},
         optim={"main": {"groups": [{"match": ["type:LayerNorm", "*.bias"], "weight_decay": 0.0}]}},
@@ -159,7 +159,6 @@ DEEP = {"models": {"main": {"name": "mlp", "args": {"hidden": [8, 8, 8, 8], "dro
 CALM = {"models": {"main": {"name": "mlp", "args": {"hidden": [8, 8]}}}}
 DROPS: dict[str, Any] = {"data": IMAGES, "models": {"main": {**CONV, "args": {"channels": [4, 4], "dropout": 0.3}}}}
 KEYWORDS = {"models": {"main": {"name": own("Keywords")}}}
-NUMBERS = {"data": {"name": toy("data.py:modadd"), "args": {"modulus": 5}, "batch": 4}}
 # Of dropout, of tokens as inputs, which have no gradient, of tensors by keyword; and around BatchNorm, whose running
 # statistics are updated twice.
 ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -167,7 +166,6 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"match": "*"}, GPT),
     ({"match": "?"}, DEEP),
     ({"sequential": "", "segments": 3}, DEEP),
-    ({"sequential": ""}, NUMBERS),
     ({"match": "inner"}, KEYWORDS),
     ({"match": "blocks.*"}, DROPS),
 ]

@@ -86,8 +86,8 @@ def test_several_processes_need_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_processes_end_as_one_does(tmp_path: Path) -> None:
-    """Accumulation, clipping, an average, a model that thaws on the way, a last batch of one sample."""
-    model = {"main": {"name": "mlp", "args": {"hidden": [6]}, "freeze": [{"match": "1.*", "until": 4}]}}
+    """Accumulation, clipping, an average, a frozen parameter, a last batch of one sample."""
+    model = {"main": {"name": "mlp", "args": {"hidden": [6]}, "freeze": ["1.bias"]}}
     changes = ("data.batch=47", "train.accumulate=2", "train.ema=0.9", "train.steps=9", "save.every=3", "eval.every=3")
     optim = {"main": {"name": "sgd", "lr": 0.05, "args": {"momentum": 0.9}, "clip": {"norm": 0.5}}}
     run_to_end(tmp_path / "one", *changes, models=model, optim=optim)

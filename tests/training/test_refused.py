@@ -12,7 +12,6 @@ from ckptool.training.trainer import start
 from tests.support.looped import looped
 from tests.support.small_runs import GAN, MUON, TEXT, config, own, scheduled, split_at, take, toy, trainer
 
-FROZEN = {"main": {**TEXT["models"]["main"], "freeze": [{"match": "places", "until": 3}]}}
 NET: dict[str, Any] = {"models": {"net": {"name": "mlp"}}, "optim": {"net": {}}}
 
 
@@ -50,7 +49,7 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
     ({"data": {"name": "blobs", "batch": 999, "drop_last": True}}, r"data\.batch is 999, but there are 410 samples"),
     (
         {"data": {"name": toy("data.py:Sequences"), "args": {"samples": 20}}},
-        r"a batch cannot be stacked: stack expects each tensor to be equal size.*data\.collate=pad",
+        r"a batch cannot be stacked: stack expects each tensor to be equal size.*data\.collate=file",
     ),
     (of("Stream", val_fraction=0.2), r"is a stream.*data\.val\.name"),
     (of("Stream", sampler=own("weighted")), "is a stream"),
@@ -111,7 +110,6 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
         optimizers(muon=MUON, rest={"match": ["type:LayerNorm", "*.bias", "tokens"]}),
         r"that no optimizer takes: places\.weight\n.*without match takes the rest",
     ),
-    ({**optimizers(muon=MUON, rest={"match": "tokens"}), "models": FROZEN}, r"no optimizer takes: .*places\.weight"),
     (
         optimizers(muon=MUON, rest={"match": ["blocks.0.qkv.weight"]}),
         r"several optimizers take: blocks\.0\.qkv\.weight \(muon, rest\)",
@@ -122,8 +120,8 @@ REFUSED: list[tuple[str | dict[str, Any], str]] = [
     # schedules
     ({"optim": {"main": {"schedule": {"name": "step", "args": {"gama": 1}}}}}, "schedule: step does not take.*gama"),
     (
-        {"optim": {"main": {"schedule": {"name": "inverse_sqrt", "args": {"warmup": 0}}}}},
-        "schedule: inverse_sqrt does not take these arguments.*division by zero",
+        {"optim": {"main": {"schedule": {"name": "warmup_cosine", "args": {"warmup": 2, "total": "x"}}}}},
+        "schedule: warmup_cosine does not take these arguments.*unsupported operand",
     ),
     (
         {"optim": {"main": {"schedule": {"name": "warmup_cosine", "args": {"warmup": 5}}}}},

@@ -32,7 +32,6 @@ DENSE = [name for name in names(torch.optim.Optimizer, torch.optim) if name not 
 MODADD = {"name": toy("data.py:modadd"), "args": {"modulus": 5}, "batch": 4}
 GPT = {"main": {"name": toy("models.py:CharGPT"), "args": {"width": 8, "layers": 3, "dropout": 0.2}}}
 CHECKPOINTED = {"activation_checkpoint": {"match": "blocks.*"}}
-THAWS = [{"match": "1.*", "until": 3}, {"match": "*.bias", "until": 5}]
 LION = {"name": own("Lion"), "lr": 0.002, "args": {"weight_decay": 0.1}}
 OF_OWN = {"warmup": {}, "Halving": {"every": 2}, "both": {"length": 2}}
 STREAM = {"batch": 8, "val_fraction": 0}
@@ -70,13 +69,7 @@ RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "BatchNorm": ((), {"data": runs.IMAGES, "models": {"main": runs.CONV}}),
     "a GAN": (("train.accumulate=2",), runs.GAN),
     "tied weights": (("train.ema=0.9",), runs.TEXT),
-    **{
-        f"thawing, {half}, stopped at {middle}": (
-            (f"train.precision={half}",),
-            {"models": {"main": {"name": "mlp", "freeze": THAWS}}, "middle": middle, "steps": 8},
-        )
-        for half, middle in product(("fp32", "fp16"), (1, 3, 5))
-    },
+    "frozen": (("train.precision=fp16",), {"models": {"main": {"name": "mlp", "freeze": ["1.*", "*.bias"]}}}),
     "checkpointing": (("train.accumulate=2",), {**runs.TEXT, "train": {"steps": 20, **CHECKPOINTED}}),
     "a split model": (("train.accumulate=2",), runs.split_at("4", microbatches=2)),
     "a split model with checkpointing": (
@@ -247,18 +240,16 @@ def moved(made: Trainer, steps: int) -> set[str]:
     return {name for name, p in made.models["main"].named_parameters() if not torch.equal(p, before[name])}
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_what_the_users_own_code_froze_stays_so(tmp_path: Path, seed: int) -> None:
-    """Whatever rules name, when they end, where the run is resumed, and when rules are taken away: only those that a
-    rule names change."""
+    """Whatever rules name, where the run is resumed, and when rules are taken away: only those that a rule names
+    change."""
     dice = random.Random(seed)
-    frozen, ruled, later = (dice.sample(NAMES, dice.randrange(4)) for _ in range(3))
-    rules = [*ruled, *({"match": name, "until": 3} for name in later if name not in ruled)]
-    own = owned(tmp_path, frozen, *rules)
+    frozen, ruled = (dice.sample(NAMES, dice.randrange(4)) for _ in range(2))
+    own = owned(tmp_path, frozen, *ruled)
     made = trainer(models={"main": own})
     flags = {name: p.requires_grad for name, p in made.models["main"].named_parameters()}
-    assert flags == {name: name not in {*frozen, *ruled, *later} for name in NAMES}
-    assert moved(made, 3) == {*NAMES} - {*frozen, *ruled, *later}
+    assert flags == {name: name not in {*frozen, *ruled} for name in NAMES}
     for new in (again(made, tmp_path / "a.pt"), made):
         assert moved(new, 3) == {*NAMES} - {*frozen, *ruled}
     free = trainer(models={"main": {**own, "freeze": []}})
@@ -275,12 +266,12 @@ def test_each_model_keeps_what_its_own_code_froze(tmp_path: Path) -> None:
         " Discriminator(inputs)\n    made[1].requires_grad_(False)\n    return made\n"
     )
     models = {name: {"name": f"{tmp_path / 'own.py'}:{name}"} for name in ("generator", "discriminator")}
-    models["generator"]["freeze"] = [{"match": "2.*", "until": 2}]  # type: ignore[assignment]
+    models["generator"]["freeze"] = ["2.*"]  # type: ignore[assignment]
     made = trainer(**{**runs.GAN, "models": models})
-    for steps, still in ((2, {"0.weight", "0.bias", "2.weight", "2.bias"}), (2, {"0.weight", "0.bias"})):
-        before = {name: p.detach().clone() for name, p in made.models["generator"].named_parameters()}
-        take(made, steps)
-        assert {n for n, p in made.models["generator"].named_parameters() if torch.equal(p, before[n])} == still
+    before = {name: p.detach().clone() for name, p in made.models["generator"].named_parameters()}
+    take(made, 2)
+    still = {n for n, p in made.models["generator"].named_parameters() if torch.equal(p, before[n])}
+    assert still == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert not any(p.requires_grad for p in made.models["discriminator"][1].parameters())  # type: ignore[index]
 
 
