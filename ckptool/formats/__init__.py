@@ -164,7 +164,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
 
 def read_source(source: Input) -> Checkpoint:
     """Opens a checkpoint whose file or folder is open already; see `read`."""
-    from ckptool.formats.folder import CODE, FOLDER, as_part
+    from ckptool.formats.folder import CODE, FOLDER, as_part, led_elsewhere
     from ckptool.formats.other_ranks import one_of_ranks
 
     with while_open(), unchanged(source):
@@ -183,6 +183,12 @@ def read_source(source: Input) -> Checkpoint:
         note = Note(CODE, f"{part.label}: {part.meaning}", fix)
         checkpoint = replace(checkpoint, part=part, notes=(*checkpoint.notes, note))
     if isinstance(source, Folder):
+        if not source.far and (links := led_elsewhere(source.path, source.files)):
+            from ckptool.formats.marks import noted
+
+            shown = (f"{name} → {place}" for name, place in links.items())
+            words = "file is a link that points", "files are links that point", "out of the folder"
+            checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *noted("link-elsewhere", shown, *words)))
         checkpoint.kept[FOLDER] = source.path  # whose other files `members.all_uses` judges
     return checkpoint
 
