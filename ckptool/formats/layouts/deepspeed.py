@@ -129,8 +129,9 @@ def _of_run(source: Folder) -> Checkpoint:
             what = f"{path} names {name}, which has no DeepSpeed files"
             raise NotACheckpoint(what, "Another program wrote it, or the run was stopped before saving.", advice)
         what = f"{path} names {name[:200]!r}, which is not a folder beside it"
-        why = "The folder of that tag was moved, deleted or not copied along; ckptool does not follow paths elsewhere."
-        raise Corrupt(what, why, advice or f"See what is in it: {other_program('ls', source.path)}")
+        raise Corrupt(
+            what, "It was not copied along.", advice or f"See: {other_program('ls', source.path)}"
+        )
     return one_of(source, Folder(os.path.join(source.path, name)), tags, read)
 
 
