@@ -12,12 +12,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib import import_module
 from io import BufferedIOBase
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
-from ckptool.checkpoint import Checkpoint, FileRange, Note, PartKind, PartOf
+from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
 from ckptool.checkpoint.files import Folder, Input, Source, open_input, unchanged, while_open
 from ckptool.checkpoint.graph import no_collection
 from ckptool.checkpoint.paths import may_exist, named_urls
@@ -352,8 +351,8 @@ def shown(file: CheckpointLike) -> str:
 def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
     """Opens `FILE` or `FILE#address` (a file that exists under the whole name wins). at: the part behind `#`.
 
-    An open file is read from its position on, and stands at its end afterwards (see `source_of`), or where
-    the next of torch's legacy streams begins. What is in memory is not copied: see `memory`.
+    An open file is read from its position on, and stands at its end afterwards, whatever follows the checkpoint (see
+    `source_of`). What is in memory is not copied: see `memory`.
     """
     if isinstance(file, Checkpoint):
         # A part is in no file by itself: none may be copied in its place.
@@ -370,14 +369,6 @@ def open_file(file: CheckpointLike, at: str | None = None) -> Opened:
         checkpoint = read_source(source)
     if isinstance(file, (str, os.PathLike)):
         return Opened(checkpoint, at if at is not None else place, source.path)
-    stream: Any = file
-    follows = checkpoint.container == "torch-legacy" and any(note.code == "trailing-bytes" for note in checkpoint.notes)
-    if follows and isinstance(source, Source):  # another stream, which torch reads next
-        from ckptool.formats.torch_legacy import read_stream
-
-        _, end = read_stream(FileRange(source, 0, source.size), name=f"{source}")
-        with suppress(OSError, ValueError):  # a pipe stays at its end
-            stream.seek(end - source.size, os.SEEK_CUR)
     return Opened(checkpoint, at, source.path if may_exist(source.path) else "")
 
 
@@ -411,32 +402,29 @@ def refuse_part(checkpoint: Checkpoint, *, part: bool | None = None) -> None:
     if partial is None or part:
         return
     line = command("convert", input_of(checkpoint.source), part=True, out=OUT_PT)
-    take = f"take it as is: {line if part is None else arg(part=True)}"
-    if partial.kind is PartKind.MEMBERS:
-        raise _of_members(checkpoint, partial, take)
-    what = f"{checkpoint.source or 'the checkpoint'} is only a part of a checkpoint: {partial.label}"
-    way = f"See the whole: {command('inspect', partial.whole)}; or {take}" if partial.whole else f"T{take[1:]}"
-    way = f"Say how all are joined: {_joining(partial)}; or {take}" if partial.join else way
-    raise OnlyAPart(what, partial.sentence(), way)
+    raise _only_a_part(checkpoint, partial, f"take it as is: {line if part is None else arg(part=True)}")
 
 
-def _joining(part: PartOf) -> str:
-    how = part.join if isinstance(part.join, Command) else Command(part.join)
-    return f"{how} (docs/formats.md has rules to start from)"
-
-
-def _of_members(checkpoint: Checkpoint, part: PartOf, otherwise: str | Command) -> OnlyAPart:
-    """The error for a folder of which members are missing, damaged or not joined. otherwise: the other way on."""
-    source, member = checkpoint.source, part.whole
-    if isinstance(source, Source):
-        member = source.path
-    elif source is not None and (first := next(iter(source.files), "")):  # of the folder above it, perhaps
-        relative = os.path.relpath(os.path.join(source.path, first), part.whole)
-        member = os.path.join(part.whole, relative.partition(os.sep)[0])
-    fix = f"Name one of its files: {quoted(member)}; or {otherwise}"
+def _only_a_part(checkpoint: Checkpoint, part: PartOf, otherwise: str | Command) -> OnlyAPart:
+    """The error for a part, or for a folder of which members are missing, damaged or not joined. otherwise: the last
+    way on."""
+    source, member, ways = checkpoint.source, part.whole, list[str]()
+    what = f"{source or 'the checkpoint'} is only a part of a checkpoint: {part.label}"
     if part.join:
-        fix = f"Say how: {_joining(part)}; or n{fix[1:]}"
-    return OnlyAPart(f"{part.whole} is a folder, of which {part.label} are there and whole", part.sentence(), fix)
+        how = part.join if isinstance(part.join, Command) else Command(part.join)
+        ways.append(f"say how all are joined: {how} (docs/formats.md has rules to start from)")
+    if part.kind is PartKind.MEMBERS:
+        what = f"{part.whole} is a folder, of which {part.label} are there and whole"
+        if isinstance(source, Source):
+            member = source.path
+        elif source is not None and (first := next(iter(source.files), "")):  # of the folder above it, perhaps
+            relative = os.path.relpath(os.path.join(source.path, first), part.whole)
+            member = os.path.join(part.whole, relative.partition(os.sep)[0])
+        ways.append(f"name one of its files: {quoted(member)}")
+    elif part.whole and not part.join:
+        ways.append(f"see the whole: {command('inspect', part.whole)}")
+    fix = "; or ".join([*ways, f"{otherwise}"])
+    return OnlyAPart(what, part.sentence(), f"{fix[0].upper()}{fix[1:]}")
 
 
 def changeable(opened: Opened) -> Opened:
@@ -447,7 +435,7 @@ def changeable(opened: Opened) -> Opened:
     """
     part = opened.checkpoint.part
     if part is not None and part.kind is PartKind.MEMBERS and isinstance(opened.checkpoint.source, Folder):
-        raise _of_members(opened.checkpoint, part, command("convert", opened.path, part=True, out=OUT_PT))
+        raise _only_a_part(opened.checkpoint, part, command("convert", opened.path, part=True, out=OUT_PT))
     if part is not None and part.index:
         what = f"{opened.checkpoint.source} is {part.label} of {os.path.join(part.whole, part.index)}"
         why = "Changed alone, it would no longer fit the index and the other shards. Nothing was written."

@@ -213,5 +213,6 @@ def source_of(file: Any) -> Source:
             raise FileProblem(f"cannot read {shown}", why) from error
         raise UsageError(f"{shown} cannot be read from", why, _BINARY) from None
     if at and source.size <= 0:
-        raise Truncated(f"{shown} is at its end: there is nothing to read", fix="Rewind it: file.seek(0)")
+        why = "An open file is read from its position to its end, as one checkpoint."
+        raise Truncated(f"{shown} is at its end: there is nothing to read", why, "Rewind it: file.seek(0)")
     return source

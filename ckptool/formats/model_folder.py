@@ -163,13 +163,6 @@ def config_beside(model: Checkpoint, *names: str) -> dict[str, Any] | None:
     return next(filter(None, configs), None)
 
 
-def left_config(model: Checkpoint, path: str) -> list[str]:
-    """What is said where weights beside a configuration are written into one file without a suffix."""
-    if is_url(path) or not config_beside(model, CONFIG):
-        return []
-    return [f"one file, without {CONFIG}; a folder with both: {arg(out=f'{path}/')}"]
-
-
 def stale_config(model: Checkpoint, dtype: str, *, dequantized: bool, in_place: bool) -> list[str]:
     """What is said where the configuration beside weights that were cast still has what it said of them before."""
     stale = "the quantization" if dequantized and quantization_config(model) else ""

@@ -280,10 +280,6 @@ class Change:
         if beside is not None:
             plan = replace(plan, files={**{name: [data] for name, data in beside.files.items()}, **plan.files})
             inputs, details = [*inputs, *beside.inputs], beside.lines()
-        elif container.tensors_only and os.path.splitext(path)[1].lower() not in formats.SUFFIXES:
-            from ckptool.formats.model_folder import left_config
-
-            details = left_config(original, path)
         tree = changed.tree if isinstance(changed.tree, dict) and not container.writes_folder else {}
         bytewise = (value.dtype.itemsize == 1 for value in tree.values() if isinstance(value, TensorEntry))
         if any(".lora_A." in str(key) or ".qweight" in str(key) for key in tree) or any(bytewise):

@@ -21,7 +21,6 @@ from ckptool.checkpoint.tree import MAX_NAMES, module_state_dict
 from ckptool.conventions.state_dicts import WEIGHTS, find_state_dicts
 from ckptool.errors import UsageError
 from ckptool.formats import read
-from ckptool.verbs.inspect import inspect
 from tests.support.cli import Run
 from tests.support.files import load, saved, torch_bytes, written
 from tests.support.same import assert_same_objects
@@ -175,20 +174,6 @@ def test_verbs_on_keys_say_that_a_whole_module_has_none(verb: str, tmp_path: Pat
             getattr(ckptool, verb)(file, out=tmp_path / "out.pt", at=at, **options)
         assert f"ckptool convert '{file}#model' -o OUT.safetensors" in refused.value.fix
     assert {path.name for path in tmp_path.iterdir()} <= {"model.pt", "rules.yaml"}
-
-
-def test_a_decoy_beside_the_file_is_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = module_file(Net(), tmp_path / "model.pt")
-    (tmp_path / "gone_models.py").write_text("raise SystemExit('imported')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    imported: list[str] = []
-    armed = [True]
-    sys.addaudithook(lambda event, args: imported.append(args[0]) if armed[0] and event == "import" else None)
-    inspect(file)
-    ckptool.convert(file, "out.safetensors")
-    armed[0] = False
-    assert "gone_models" not in sys.modules and not [name for name in imported if name.startswith("gone_models")]
 
 
 # Modules as files may have them, made by hand -------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 import ckptool
 from ckptool.checkpoint import remote
 from ckptool.checkpoint.tree import tensors
-from ckptool.errors import CkptoolError, FileChanged, FileMissing, FileProblem, MissingExtra, NoPermission, UsageError
+from ckptool.errors import CkptoolError, FileChanged, FileMissing, FileProblem, NoPermission, UsageError
 from fixtures.sparse import make_sparse
 from tests.support.cli import Run
 from tests.support.elsewhere import FILES, FOLDERS, SHARDS, TENSORS, layered, make_elsewhere, plain
@@ -337,18 +337,6 @@ SERVER = """if True:
 """
 
 
-def test_a_forked_process_forgets_what_is_on_its_way(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(data := os.urandom(40 << 20))
-    with RangeServer(tmp_path, ["", "wait"], patience=2) as server:
-        found = remote.RemoteObject(server.url + "x")
-        found.expect([(20 << 20, 30 << 20)])
-        found.process = -1  # as after a fork: the connections are another's
-        buffer = bytearray(len(data))
-        for at in range(0, len(data), 1 << 20):
-            found.read_into(at, memoryview(buffer)[at : at + (1 << 20)])
-    assert buffer == data
-
-
 def test_a_fork_leaves_the_connections_of_its_parent_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it closes itself is taken out of the set of both, and its parent would wait for answers that are there."""
     monkeypatch.setattr(remote, "PATIENCE", 3)
@@ -362,9 +350,12 @@ def test_a_fork_leaves_the_connections_of_its_parent_to_it(tmp_path: Path, monke
         found, buffer = remote.RemoteObject(server.stdout.readline().strip() + "x"), bytearray(1 << 20)
         found.expect([(2 << 20, 3 << 20), (4 << 20, 5 << 20)])
         if (child := os.fork()) == 0:
-            found.read_into(6 << 20, memoryview(buffer))
+            for at in (6 << 20, 2 << 20):  # also what is on its way to the parent
+                found.read_into(at, memoryview(buffer))
+                if buffer != data[at : at + (1 << 20)]:
+                    os._exit(1)
             gc.collect()
-            os._exit(buffer != data[6 << 20 : 7 << 20])
+            os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         for at in range(0, 8 << 20, 1 << 20):
             found.read_into(at, memoryview(buffer))
@@ -447,12 +438,6 @@ def test_a_store_may_have_names_with_a_hash(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["https:///x.pt", "http://[::1/x.pt", "http://127.0.0.1:99999/x.pt"])
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="cannot use http"):
-        ckptool.inspect(url)
-
-
-@pytest.mark.parametrize(("url", "package"), [("smb://h/x.pt", "smbprotocol"), ("oss://b/x.pt", "ossfs")])
-def test_the_package_that_is_missing_is_named(url: str, package: str) -> None:
-    with pytest.raises(MissingExtra, match=f"pip install {package}"):
         ckptool.inspect(url)
 
 

@@ -263,9 +263,6 @@ def test_every_top_level_entry_is_named(tmp_path: Path) -> None:
     assert [root.path for root in found] == paths
 
 
-# Choosing ------------------------------------------------------------------------------------------------------------
-
-
 # Wrapper prefixes of keys, one by one ---------------------------------------------------------------------------------
 
 

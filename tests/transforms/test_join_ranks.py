@@ -52,24 +52,6 @@ def test_the_ranks_of_megatrons_own_model_are_what_it_loads_on_one_rank(tmp_path
                                                       "rng_state"]  # fmt: skip
 
 
-def test_stacked_layers_become_one_tensor_for_each(tmp_path: Path) -> None:
-    rule = "decoder.layers.* => decoder.layers.{n}.* : unstack 0 over n"
-    folder = ROOT / "megatron-torch-dist" / "checkpoint"
-    ckptool.translate(folder, [rule], tmp_path / "a.safetensors", rest="keep")
-    stacked, expected = load_file(ROOT / "megatron-torch-dist" / "weights.safetensors"), dict[str, torch.Tensor]()
-    for name, value in stacked.items():
-        if name.startswith("decoder.layers."):
-            expected |= {f"decoder.layers.{n}.{name[15:]}": layer for n, layer in enumerate(value)}
-        else:
-            expected[name] = value
-    assert same(load_file(tmp_path / "a.safetensors"), expected)
-    ckptool.translate(folder, [rule], tmp_path / "a.pt", rest="keep")
-    optimizer = ckptool.open(tmp_path / "a.pt")["optimizer"]
-    name = "decoder.layers.1.mlp.linear_fc1.weight"
-    assert optimizer["state"][name]["exp_avg"].shape == (12, 8) and optimizer["state"][name]["step"].shape == ()
-    assert name in optimizer["param_groups"][0]["params"]
-
-
 # As Megatron divides a model ---------------------------------------------------------------------------------------
 
 RULES = """
@@ -267,16 +249,10 @@ def test_the_file_of_one_rank_is_not_joined(layout: str, tmp_path: Path) -> None
     assert caught.value.fix == f"Name the folder of all of them: {folder}"
 
 
-NAMES = (
-    "model-rank-{}-part-0.pt",
-    "model{}-mp2.safetensors",
-    "model_tp{}_pp0.pt",
-    "last-model_part-{}.pt",
-    "mp_rank_0{}/model_weights.ckpt",
-)
+NAMES = ("model{}-mp2.safetensors", "mp_rank_0{}/model_weights.ckpt", "tp{}_pp{}.pt", "rank{}-of-2-model.pt")
 
 
-@pytest.mark.parametrize("name", [*NAMES, "tp{}_pp{}.pt", "rank{}-of-2-model.pt"])
+@pytest.mark.parametrize("name", NAMES)
 def test_files_of_any_program_whose_names_tell_their_ranks_are_joined(name: str, tmp_path: Path, run: Run) -> None:
     whole = {"tok.weight": torch.randn(6, 3), "layers.0.proj.weight": torch.randn(3, 4), "norm.weight": torch.ones(3)}
     for stage in range(2 if "pp{}" in name else 1):

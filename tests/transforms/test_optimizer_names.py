@@ -24,13 +24,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.8, 0.95)),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "adadelta": lambda p: torch.optim.Adadelta(p),
-    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
 }
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -155,12 +149,8 @@ def test_the_model_gives_the_order_of_a_trainers_optimizer(tmp_path: Path, run: 
     stepped_once(model, optimizer)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     saved(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    (tmp_path / "trainer_state.json").write_text('{"global_step": 1}')
     out, build = tmp_path / "o.pt", "from torch import nn\ndef build():\n    return nn.Sequential("
     (tmp_path / "code.py").write_text(build + "nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))\n")
-    done = run("convert", tmp_path, "-o", out, "--optimizer-as", "names")
-    if done.code:
-        assert "optimizer.pt" in done.err or "--against" in done.err, done
     by_name = "convert", tmp_path / "optimizer.pt", "-o", out, "-f", "--optimizer-as", "names", "--against"
     for model_named in (f"{tmp_path / 'code.py'}:build", saved(model.state_dict(), tmp_path / "model.pt")):
         assert run(*by_name, model_named).code == 0
@@ -216,7 +206,7 @@ def stepped_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_flattened_keys_below_a_prefix(tmp_path: Path) -> None:
-    model, optimizer, _ = made(3, "adamw", True, 1, False)
+    model, optimizer, _ = made(3, "adam", True, 1, False)
     flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
     tree = {**model.state_dict(), **{f"optimizer.{key}": value for key, value in flat.items()}, "step": 3}
     ckptool.convert(saved(tree, tmp_path / "a.pt"), tmp_path / "names.pt", optimizer_as="names")

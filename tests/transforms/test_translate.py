@@ -11,7 +11,6 @@ from torch import Tensor
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, Unsupported
-from ckptool.names.rules import parse_operation
 from tests.support.looped import looped
 from tests.support.random_rules import FLOATS, RandomRules, values
 from tests.support.same import assert_same_objects
@@ -173,34 +172,6 @@ def test_versions_of_modules_follow_with_and_without_tensors(tmp_path: Path) -> 
     assert dict(torch.load(back)._metadata) == dict(state._metadata)
 
 
-@pytest.mark.parametrize(
-    ("text", "inverse"),
-    [
-        ("transpose", "transpose"),
-        ("transpose 0 2", "transpose 0 2"),
-        ("permute 2 0 1", "permute 1 2 0"),
-        ("permute n 0 1", None),
-        ("reshape [2, 3] from [6]", "reshape [6] from [2, 3]"),
-        ("reshape [2, 3]", None),
-        ("unflatten 0 [2, 3]", "flatten 0 [2, 3]"),
-        ("unsqueeze 1", "squeeze 1"),
-        ("interleave 0 3", "deinterleave 0 3"),
-        ("rope 8", "unrope 8"),
-        ("split 0 [2, 3]", "cat 0 [2, 3]"),
-        ("stack 0 over e", "unstack 0 over e"),
-        ("slice 0 0:5 of 8", "pad 0 8 of 5"),
-        ("slice 0 1:5 of 8", None),
-        ("slice 0 0:5", None),
-        ("pad 0 8 of 5", "slice 0 0:5 of 8"),
-        ("pad 0 8", None),
-        ("add 1", "add -(1)"),
-    ],
-)
-def test_the_inverse_of_an_operation(text: str, inverse: str | None) -> None:
-    found = parse_operation(text).inverse()
-    assert (found and str(found)) == inverse
-
-
 # Values that are easy to mix up: variables of sizes, moments ----------------------------------------------------------
 
 
@@ -288,40 +259,6 @@ def test_torch_trains_on_as_if_nothing_had_happened(seed: int, tmp_path: Path) -
     step(new, continued)
     for one, other, chain in zip(names, new_names, chains, strict=True):
         assert torch.equal(turn[chain](old[one].detach()), new[other].detach()), (kind, one, other, chain)
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("rule", ["a.{n} => b : stack 0 over n", "a.0, a.1, a.2 => b : cat 0"])
-def test_torch_trains_parts_on_as_the_whole_and_the_reverse(rule: str, kind: str, tmp_path: Path) -> None:
-    """What these optimizers do to an element does not depend on the others: three more steps give the same values."""
-
-    def optimizer_of(weights: dict[str, Tensor]) -> torch.optim.Optimizer:
-        return getattr(torch.optim, kind)(weights.items(), **OPTIMIZERS[kind])  # type: ignore[no-any-return]
-
-    def train(weights: dict[str, Tensor], optimizer: torch.optim.Optimizer, steps: int) -> None:
-        for _ in range(steps):
-            for weight in weights.values():
-                weight.grad = weight.detach().clone()
-            optimizer.step()
-
-    def whole(weights: dict[str, Tensor]) -> Tensor:
-        join = torch.stack if "stack" in rule else torch.cat
-        return join([weights[f"a.{n}"].detach() for n in range(3)])
-
-    parts = {f"a.{n}": torch.randn(2, 4).requires_grad_() for n in range(3)}
-    one = {"b": whole(parts).requires_grad_()}
-    for old, reverse in ((parts, False), (one, True)):
-        optimizer = optimizer_of(old)
-        train(old, optimizer, 2)
-        torch.save({"model": old, "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
-        ckptool.translate(tmp_path / "in.pt", rule, tmp_path / "out.pt", reverse=reverse, overwrite=True)
-        after = torch.load(tmp_path / "out.pt")
-        new = {name: value.detach().clone().requires_grad_() for name, value in after["model"].items()}
-        continued = optimizer_of(new)
-        continued.load_state_dict(after["optimizer"])
-        train(old, optimizer, 3)
-        train(new, continued, 3)
-        assert torch.equal(old["b"], whole(new)) if reverse else torch.equal(whole(old), new["b"])
 
 
 @pytest.mark.parametrize("named", [True, False])

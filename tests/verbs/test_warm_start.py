@@ -228,8 +228,6 @@ def test_a_folder_has_the_configuration_of_the_model(tmp_path: Path, run: Run) -
     done = run(*args, "-o", f"{out}/")
     assert done.code == 0 and "carried along: config.json" in done.out, done
     assert json.loads((out / "config.json").read_text())["vocab_size"] == 13
-    done = run("cast", tmp_path / "old", "--dtype", "bf16", "-o", tmp_path / "half")
-    assert f"one file, without config.json; a folder with both: -o {tmp_path}/half/\n" in done.out, done
 
 
 @pytest.mark.parametrize(
