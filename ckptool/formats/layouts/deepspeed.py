@@ -126,9 +126,7 @@ def _of_run(source: Folder) -> Checkpoint:
     if not _is_tag(source, name):
         path = os.path.join(source.path, latest)
         what = f"{path} names {name[:200]!r}, which is no folder of DeepSpeed's files beside it"
-        raise Corrupt(
-            what, "It was not copied along.", advice or f"See: {other_program('ls', source.path)}"
-        )
+        raise Corrupt(what, "It was not copied along.", advice or f"See: {other_program('ls', source.path)}")
     return one_of(source, Folder(os.path.join(source.path, name)), tags, read)
 
 
