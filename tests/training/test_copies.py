@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -18,6 +19,13 @@ from ckptool.training import run_folder
 from ckptool.training.parallel import World
 from ckptool.training.saving import Saver, to_cpu
 from ckptool.training.store import Retention, commit_file
+from tests.support.small_runs import CONV, GAN, IMAGES, run_to_end, scheduled
+
+SEVERAL: dict[str, dict[str, Any]] = {
+    "mlp": {"optim": scheduled("warmup_cosine"), "train": {"steps": 16, "ema": 0.9}},
+    "conv, fp16": {"data": IMAGES, "models": {"main": CONV}, "train": {"steps": 16, "precision": "fp16"}},
+    "gan": {**GAN, "train": {"steps": 16}},
+}
 
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -25,6 +33,31 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
         yield tree
     for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ():
         yield from tensors(part)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_copies_of_the_state_are_gone_with_their_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Before a copy is made, none of an earlier one is left; and none is at the end. The collector of garbage does not
+    run."""
+    copies, left = [], []
+
+    def copied(tree: Any, **options: Any) -> Any:
+        left.append(sum(any(each() is not None for each in copy) for copy in copies))
+        copy = to_cpu(tree, **options)
+        copies.append([weakref.ref(tensor) for tensor in tensors(copy)])
+        return copy
+
+    monkeypatch.setattr("ckptool.training.saving.to_cpu", copied)
+    gc.collect()
+    gc.disable()
+    try:
+        run_to_end(tmp_path, "save.every=1", "save.async=true", "eval.every=5", **SEVERAL[name])
+        assert left == [0] * 16
+        assert not any(each() is not None for copy in copies for each in copy)
+    finally:
+        gc.enable()
 
 
 def odd_state() -> dict[str, Any]:

@@ -3,8 +3,11 @@ lost."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from ckptool.training import run_folder
 from ckptool.training.store import Lines
 from tests.support.fork_server import ForkServer
-from tests.support.killed_runs import STEPS, Kill, ends_the_same, lab, resumed_steps
-from tests.support.small_runs import CONV, GAN, IMAGES, MUON, TEXT, own
+from tests.support.killed_runs import STEPS, Kill, configured, ends_the_same, lab, resumed_steps
+from tests.support.small_runs import CONV, GAN, IMAGES, MUON, TEXT, config, own
 
 GROUPS = {
     "main": {
@@ -147,3 +151,46 @@ def test_the_events_are_those_of_checkpoint_sidecar_and_prune(tmp_path: Path, se
     assert server.run(made.words("pruned"), crash=crash) == -signal.SIGKILL
     left = {os.path.splitext(name) for name in os.listdir(os.path.join(made.run_of("pruned"), "checkpoints"))}
     assert [stem for stem, suffix in left if (stem, ".pt") not in left]  # between the two deletions
+
+
+# Several processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+def test_two_processes_are_killed(tmp_path: Path) -> None:
+    """ddp under torchrun: all of it is killed ten times, and ends as it would have."""
+    made = configured(config(strategy="ddp"), 400, 5)
+    path = tmp_path / "run.yaml"
+    path.write_text(run_folder.dumped(made.dumped()))
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    ours = [str(Path(sys.executable).parent / "ckptool"), "train", str(path), "--resume", "auto", "-q", "--set"]
+
+    def started(name: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*program, *ours, f"run={tmp_path / name}"], start_new_session=True, stderr=subprocess.DEVNULL
+        )
+
+    assert started("reference").wait(300) == 0
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    for at in range(30, 330, 30):
+        process = started("killed")
+        while process.poll() is None:
+            if metrics.exists() and (lines := metrics.read_text().splitlines()) and json.loads(lines[-1])["step"] >= at:
+                break
+            time.sleep(0.005)
+        assert process.poll() is None, "it ended before it was killed"
+        kill_all(process.pid)
+        process.wait()
+    assert started("killed").wait(300) == 0
+    ends = [(tmp_path / name / "checkpoints" / "step-00000400.pt").read_bytes() for name in ("reference", "killed")]
+    assert ends[0] == ends[1]
+    steps, lost = resumed_steps(str(tmp_path / "killed"))
+    assert len(steps) == 10
+    assert not lost
+
+
+def kill_all(parent: int) -> None:
+    """Kills a launcher with its trainers, which it put into sessions of their own."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    for process in [parent, *map(int, children)]:
+        os.kill(process, signal.SIGKILL)

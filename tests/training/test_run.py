@@ -476,3 +476,14 @@ def test_the_metrics_of_the_last_step_are_taken_and_its_function_is_called_where
         run.save(every=3, val=measure)
     assert called == [3, 6, 8]
     assert {saved.step: saved.metrics for saved in run.folder.all()} == {3: {"val": 1 / 3}, 8: {"val": 1 / 8}}
+
+
+def test_tied_weights_are_written_once_also_from_a_copy(tmp_path: Path) -> None:
+    for background in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        model[1].weight = model[0].weight
+        with Run(tmp_path / str(background), say=str, save_async=background, model=model) as run:
+            run.save()
+    assert bytes_at(tmp_path / "True", 0) == bytes_at(tmp_path / "False", 0)
+    assert len(bytes_at(tmp_path / "True", 0)) < 2 * 8 * 8 * 4 + 20_000
