@@ -219,6 +219,24 @@ def test_what_it_cannot_hold_or_makes_no_sense(
     refused(code, tmp_path, lambda: ckptool.convert(file, tmp_path / out, **options))
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_many_views_of_one_storage_are_written_once_each(ranks: int, tmp_path: Path) -> None:
+    """A column of a matrix touches all of its storage: as many columns would be as many matrices on disk."""
+    matrix = torch.arange(200.0 * 300).reshape(200, 300)
+    state = {f"column{number}": matrix[:, number] for number in range(300)} | {"turned": matrix.T, "rows": matrix[::2]}
+    file, folder = saved(state, tmp_path / "in.pt"), tmp_path / "out.dcp"
+    ckptool.convert(file, folder, ranks=ranks)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 16 * file.stat().st_size
+    found = ckptool.load(folder)
+    assert all(
+        torch.equal(found[name], value) and found[name].stride() == value.stride() for name, value in state.items()
+    )
+    assert len({value.untyped_storage().data_ptr() for value in found.values()}) == 1
+    dcp_to_torch_save(folder, tmp_path / "torch.pt")
+    theirs = torch.load(tmp_path / "torch.pt", weights_only=True)
+    assert all(torch.equal(theirs[name], value) for name, value in state.items())
+
+
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more bytes of objects are written without a look at what they share."""
