@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import ckptool
 from ckptool.checkpoint import Checkpoint
 from ckptool.checkpoint.tree import tensors
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Unsupported
 from ckptool.formats import read, torch_zip
 from fixtures.traps import TRAPS
 from tests.formats import contract
@@ -150,6 +150,13 @@ def test_what_torch_leaves_to_be_filled_in_has_no_checksums(tmp_path: Path) -> N
         assert ckptool.verify(file).fine and torch.equal(torch.load(file)["m"]["module.b"], tree["m"]["b"])
 
 
+def test_data_without_a_byte_has_its_checksum(tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.zeros(0, 4)}, tmp_path / "a.pt")
+    assert ckptool.verify(tmp_path / "a.pt").checksums == "all" and not ckptool.inspect(tmp_path / "a.pt").notes
+    ckptool.add_module(tmp_path / "a.pt", in_place=True)
+    assert ckptool.verify(tmp_path / "a.pt").checksums == "all"
+
+
 @pytest.mark.parametrize("alignment", [1, 4096, 1 << 15, 1 << 16])
 def test_files_of_any_alignment(alignment: int, tmp_path: Path) -> None:
     with torch.utils.serialization.config.patch({"save.storage_alignment": alignment}):
@@ -203,3 +210,43 @@ def test_odd_records_are_refused(
     with pytest.raises(error) as caught:
         read(with_record(original, tmp_path / "b.pt", record, contents))
     assert str(tmp_path) in caught.value.what
+
+
+def persistent(pid: bytes, records: dict[str, bytes], path: Path) -> Path:
+    """A torch zip whose pickle is one tensor on the storage that `pid` names."""
+    pickle = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((" + pid + b"tQK\x00K\x01\x85K\x01\x85\x89ccollections\n"
+    pickle += b"OrderedDict\n)RtR."
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle)
+        archive.writestr("archive/version", b"3\n")
+        for name, data in records.items():
+            archive.writestr(f"archive/{name}", data)
+    return path
+
+
+def text(value: bytes) -> bytes:
+    return b"X" + len(value).to_bytes(4, "little") + value
+
+
+FLOATS, CPU, STORAGE, KEY = b"ctorch\nFloatStorage\n", text(b"cpu"), text(b"storage"), text(b"0")
+PIDS: dict[type[CkptoolError], list[tuple[bytes, ...]]] = {
+    Corrupt: [
+        *((STORAGE, FLOATS, KEY, CPU, count) for count in (b"K\x02", b"J\xff\xff\xff\xff", b"G\x3f\xf0" + bytes(6))),
+        (STORAGE, FLOATS, KEY, CPU, b"\x8a\x08\0\0\0\0\0\0\0\x40"),  # 2^62
+        *((STORAGE, FLOATS, key, CPU, b"K\x01") for key in (text(b"../0"), text(b"/etc/passwd"), b"K\x00")),
+        *(
+            (STORAGE, FLOATS, KEY, b"N", b"K\x01"),
+            (text(b"module"), FLOATS, KEY, CPU, b"K\x01"),
+            (STORAGE,),
+            (b"K\x01",),
+        ),
+    ],
+    Unsupported: [(STORAGE, kind, KEY, CPU, b"K\x01") for kind in (b"ctorch\nOddStorage\n", b"cos\nsystem\n")],
+    CkptoolError: [(STORAGE, kind, KEY, CPU, b"K\x01") for kind in (b"N", b"]")],
+}
+
+
+@looped(("pid", "error"), [(b"".join(pid), error) for error, pids in PIDS.items() for pid in pids])
+def test_odd_persistent_ids_are_refused(pid: bytes, error: type[CkptoolError], tmp_path: Path) -> None:
+    with pytest.raises(error):
+        read(persistent(pid, {"data/0": bytes(4)}, tmp_path / "a.pt"))

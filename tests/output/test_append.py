@@ -26,7 +26,7 @@ from tests.support.errors import refused
 from tests.support.files import load, rewritten, torch_bytes, written
 from tests.support.folder_plans import free_space
 from tests.support.same import assert_same_objects, assert_same_tree
-from tests.support.zips import rezipped
+from tests.support.zips import record_starts, rezipped
 
 Operation = tuple[str, int, bytes]
 
@@ -55,6 +55,10 @@ def edit(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> tupl
 
 def prefixed(tree: dict[str, Any]) -> dict[str, Any]:
     return {key if key == "note" else f"module.{key}": part for key, part in tree.items()}
+
+
+def with_a_new_tensor(tree: dict[str, Any]) -> dict[str, Any]:
+    return {**tree, "new": TensorEntry(Storage(InlineBytes(bytes(range(40)))), by_name("u8"), (40,), (1,))}
 
 
 def codes(path: Path) -> list[str]:
@@ -119,6 +123,23 @@ def test_new_values_are_computed_from_the_file_that_is_edited(archive: str, veri
     assert path.stat().st_ino == before
     expected = {name: tensor.half() if name != "ids" else tensor for name, tensor in weights.items()}
     assert_same_objects(load(path), {"state_dict": expected, "epoch": 3})
+
+
+def test_the_bytes_added_are_few(tmp_path: Path) -> None:
+    path = written(torch_bytes({f"w{i}": torch.ones(2) for i in range(500)}), tmp_path / "a.pt")
+    before = path.stat().st_size
+    with zipfile.ZipFile(path) as stock:
+        pickle = stock.getinfo("archive/data.pkl").file_size
+        directory = before - stock.start_dir
+    append_in_place(*edit(path, prefixed))
+    assert path.stat().st_size - before <= 2 * (pickle + directory) + (64 << 10)
+
+
+def test_new_storages_are_appended_and_aligned(tmp_path: Path) -> None:
+    path = archive_of("by torch", 10_000, tmp_path)
+    append_in_place(*edit(path, with_a_new_tensor))
+    assert_same_objects(load(path, mmap=True), value(10_000) | {"new": torch.arange(40, dtype=torch.uint8)})
+    assert all(start % 64 == 0 for start in record_starts(path).values())
 
 
 def test_much_new_data_is_better_off_in_a_new_file(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ import ckptool
 from ckptool.checkpoint import InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Set
+from ckptool.checkpoint.numpy_arrays import Array
 from ckptool.errors import Conflict
 from ckptool.pickles.plain import expand, plain, summary, to_json
 from ckptool.pickles.reduce import from_live
@@ -82,6 +83,27 @@ def test_containers_and_numpy_scalars_become_plain(value: Any, expected: Any) ->
     assert type(found) is type(expected)
 
 
+@looped("dtype", ["?", "i1", "<u2", ">i4", "i8", "f2", "f4", ">f8", "c8", "c16", "U3", "S2"])
+def test_arrays_without_numpy(dtype: str) -> None:
+    array = numpy.array([[0, 1], [1, 1]]).astype(dtype)
+    found = plain(nodes({"a": array, "f": numpy.asfortranarray(array)}))
+    assert isinstance(found["a"], Array)
+    assert (found["a"].shape, found["a"].values()) == ((2, 2), array.ravel().tolist())
+    assert (found["f"].fortran, found["f"].values()) == (True, array.ravel("F").tolist())
+
+
+def test_torchs_own_values() -> None:
+    from ckptool.bridge.from_live import from_torch
+
+    values = {
+        "size": torch.Size([2, 3]), "device": torch.device("cuda:1"), "cpu": torch.device("cpu"),
+        "dtype": torch.float8_e5m2, "layout": torch.strided,
+    }  # fmt: skip
+    assert plain(from_torch(values)) == {
+        "size": (2, 3), "device": "cuda:1", "cpu": "cpu", "dtype": "torch.float8_e5m2", "layout": "torch.strided",
+    }  # fmt: skip
+
+
 def test_configuration_is_unwrapped() -> None:
     """Hand-made as the libraries pickle it: none of them is installed."""
     leaf = made("omegaconf.nodes.AnyNode", state={"_metadata": None, "_val": 0.1})
@@ -128,6 +150,17 @@ def test_objects_that_their_class_would_not_write_stay(node: Object) -> None:
     assert json.dumps(to_json(node))
 
 
+def test_nothing_recurses() -> None:
+    deep: Any = made("argparse.Namespace", state={})
+    for _ in range(5_000):
+        deep = made("argparse.Namespace", state={"a": (deep,)})
+    found = plain(deep)
+    for _ in range(5_000):
+        found = found["a"][0]
+    assert found == {}
+    assert len(json.dumps(to_json(deep))) < 10_000
+
+
 # One line ------------------------------------------------------------------------------------------------------------
 
 
@@ -152,6 +185,12 @@ def test_objects_that_their_class_would_not_write_stay(node: Object) -> None:
 )  # fmt: skip
 def test_summaries(value: Any, expected: str) -> None:
     assert summary(value) == expected
+
+
+@pytest.mark.parametrize("width", [2, 10, 60])
+def test_summaries_fit(width: int) -> None:
+    for value in ("x" * 100_000, ["y" * 30] * 5, made("m" * 200 + ".C"), 10**300):
+        assert len(summary(value, width)) <= width
 
 
 # JSON ----------------------------------------------------------------------------------------------------------------
