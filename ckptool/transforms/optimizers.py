@@ -53,7 +53,7 @@ def with_optimizers(
         what = f"{part.source or 'the checkpoint'} has no optimizer state"
         why = "It would be a dictionary with `state` and `param_groups`. Nothing was written."
         beside = [name for name in members.beside(whole) if name.startswith(("optimizer", "global_step"))]
-        fix = f"Name its own: {listed(beside)} beside the weights" if beside else f"Go without: omit {OPTION}"
+        fix = f"Name what has it, beside the weights: {listed(beside)}" if beside else f"Go without: omit {OPTION}"
         raise NoMatch(what, why, fix)
     lines = [] if tree is part.tree else ["flattened keys of the optimizer are nested again"]
     for path, optimizer in states:
