@@ -65,7 +65,7 @@ _DAMAGE = (Truncated, Corrupt, Ambiguous)
 _WORDS = {"recovered-file": "recovered, not intact", "part": "incomplete"}  # of the only kind of problem
 # Notes on whether a file is whole.
 _SAID = (
-    *("interrupted-edit", "unused-record", "stale-shards", "total-size", CODE, MEMBERS),
+    *("link-elsewhere", "interrupted-edit", "unused-record", "stale-shards", "total-size", CODE, MEMBERS),
     *("unused-files", "not-joined"),  # files that were not looked at, or not together
     *("side-car-ignored", "copies-not-shown", *marks.CHOSEN),
 )

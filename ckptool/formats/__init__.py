@@ -164,7 +164,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
 
 def read_source(source: Input) -> Checkpoint:
     """Opens a checkpoint whose file or folder is open already; see `read`."""
-    from ckptool.formats.folder import CODE, FOLDER, as_part
+    from ckptool.formats.folder import CODE, FOLDER, as_part, led_elsewhere
     from ckptool.formats.other_ranks import one_of_ranks
 
     with while_open(), unchanged(source):
@@ -183,6 +183,12 @@ def read_source(source: Input) -> Checkpoint:
         note = Note(CODE, f"{part.label}: {part.meaning}", fix)
         checkpoint = replace(checkpoint, part=part, notes=(*checkpoint.notes, note))
     if isinstance(source, Folder):
+        if not source.far and (links := led_elsewhere(source.path, source.files)):
+            from ckptool.formats.marks import noted
+
+            shown = (f"{name} → {place}" for name, place in links.items())
+            words = "file is a link that points", "files are links that point", "out of the folder"
+            checkpoint = replace(checkpoint, notes=(*checkpoint.notes, *noted("link-elsewhere", shown, *words)))
         checkpoint.kept[FOLDER] = source.path  # whose other files `members.all_uses` judges
     return checkpoint
 
@@ -192,8 +198,7 @@ def read_alone(source: Input) -> Checkpoint:
     head = b""
     if isinstance(source, Source):
         if not source.size:
-            why = "It was never written, or its data was lost in a crash or on a full disk."
-            raise Truncated(f"{source} is empty (0 bytes)", why, "Copy or download it again.")
+            raise Truncated(f"{source} is empty (0 bytes)", "It was never written.", "Copy or download it again.")
         head = source.read(0, min(HEAD, source.size))
         if head[:4] not in ZIP:
             from ckptool.formats.zip.directory import refuse_zip_behind
@@ -282,8 +287,7 @@ def refuse_name(
             raise UsageError(f"{suffix} is not the suffix of a container that ckptool writes", _WRITABLE, fix)
     if written.writes_folder and name.lower().endswith(".json"):
         what = f"{name} is an index's name, but shards are written as a folder"
-        why = "The index is one of the files in it."
-        raise UsageError(what, why, f"Name the folder: {arg(out=os.path.dirname(name) or 'DIR')}")
+        raise UsageError(what, fix=f"Name the folder: {arg(out=os.path.dirname(name) or 'DIR')}")
 
 
 # FILE#ADDRESS --------------------------------------------------------------------------------------------------------

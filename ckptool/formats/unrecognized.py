@@ -1,8 +1,9 @@
 """Files that are no checkpoints, and what they are: names lie, first bytes do not.
 
 Sources: the magic numbers of file(1), the git-lfs pointer specification, onnx.proto, saved_model.proto, the
-flatbuffers identifiers of TFLite (`TFL3`) and ExecuTorch (`ET12`), LevelDB's table format, Lua Torch (File.lua),
-coremltools (MILBlob's StorageFormat.hpp).
+flatbuffers identifiers of TFLite (`TFL3`) and ExecuTorch (`ET12`), LevelDB's table format, the writers of Lua Torch
+(File.lua), Thinc (model.py), TVM (file_utils.cc), fastText (fasttext.cc), fairseq (indexed_dataset.py) and coremltools
+(MILBlob's StorageFormat.hpp).
 """
 
 from __future__ import annotations
@@ -69,15 +70,23 @@ _KINDS: tuple[tuple[bytes, type[CkptoolError], str, str, str], ...] = (
         (rb"PYTORCH1", "a PyTorch preview archive (Caffe2, before 1.0)"),
         (rb"PAR1", "a Parquet table"),
         (rb"ARROW1", "an Arrow table"),
+        (rb"\x12\x01\0{6}", "an MXNet parameter file"),
         (rb"\x04\0{3}\x01\0{3}\x03\0{3}V 1", "an object of Lua Torch (.t7)"),
         (rb"\x03\0{3}\x01\0{3}", "a table of Lua Torch (.t7)"),
+        (rb"\x84\xa5nodes", "a model of spaCy or Thinc (MessagePack)"),
         (rb"\x81\xa6params", "a Flax checkpoint (MessagePack)"),
+        (rb"\xb7\x9c\x04\x05O\x8d\xe5\xf7", "a TVM parameter file"),
+        (rb"\xba\x16O/", "a fastText model"),
+        (rb"MMIDIDX\0\0", "the index of a fairseq or Megatron data set (.idx)"),
+        (rb"TNTIDX\0\0", "the index of a fairseq data set (.idx)"),
         (rb".{4}TFL3", "a TensorFlow Lite model"),
         (rb".{4}ET12", "an ExecuTorch program (.pte)"),
         (rb".{4}ORTM", "an ONNX Runtime model"),
         (rb"\x0a[\x01-\x40]\x0a[\x01-\x30]<[^>\0]{1,40}>", "a tokenizer of SentencePiece"),
         (rb"\x08[\x01-\x20](?:\x12.[ -~]*[\x1a\x22\x28\x3a\x42]|\x3a)", "an ONNX model"),
         (rb"\x08\x01\x12[\x80-\xff]*[\x01-\x7f]\x0a", "a TensorFlow SavedModel"),
+        (rb"\x0a[\x80-\xff]*[\x01-\x7f]\x0a.[ -~]+\x12.(?:Placeholder|Const|NoOp|VarHandleOp|VariableV2)",
+            "a TensorFlow graph"),
         (rb".{4}\x02\0\0\0.{56}\xef\xbe\xad\xde", "the weights of a Core ML model (weight.bin)"))),
 )  # fmt: skip
 _TABLE_END = bytes.fromhex("57fb808b247547db")  # of a LevelDB table
@@ -89,7 +98,7 @@ _FOLDERS = {
     "_CHECKPOINT_METADATA": "a checkpoint of Orbax (JAX)",
     "saved_model.pb": "a SavedModel of TensorFlow",
 }
-_BESIDE_BIN = {".xml": "a model of OpenVINO", ".param": "a model of ncnn"}
+_BESIDE_BIN = {".idx": "a fairseq or Megatron data set", ".xml": "a model of OpenVINO", ".param": "a model of ncnn"}
 
 
 def refuse(head: bytes, source: Input) -> CkptoolError:

@@ -373,8 +373,7 @@ class _Lexer:
         if size < 0:
             raise self._error(f"a length of {size:,}")
         if kind == "integer" and size * 8 > MAX_INTEGER_BITS:
-            what = f"an integer of {counted(size * 8, 'bit')}"
-            raise self._error(what, LimitExceeded, f"ckptool reads at most {MAX_INTEGER_BITS:,}.")
+            raise self._error(f"an integer of {counted(size * 8, 'bit')}", LimitExceeded)
         if size < LONG_VALUE or kind == "integer":
             self._ensure(1 + width + size)
             self.pos += 1 + width + size
@@ -403,8 +402,7 @@ class _Lexer:
             size = int.from_bytes(self.buffer[self.pos + 1 : self.pos + 9], "little")
             begin = self.base + self.pos + 9
             if begin + size > self.data.length:
-                what = f"a frame of {size:,} bytes, where {self.data.length - begin:,} are left"
-                raise self._error(what, Corrupt, "The file is truncated or malicious.")
+                raise self._error(f"a frame of {size:,} bytes, where {self.data.length - begin:,} are left")
             self.frame = begin + size
             self.pos += 9
         elif op in REFUSED:

@@ -7,6 +7,7 @@ never containers: each can be written to a file of its own, and comes back from 
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,9 +26,12 @@ from ckptool.formats import DEFAULT, WRITERS
 
 LONGEST_NAME = 200  # bytes: with a suffix it has to be the name of a file
 _NAME = (
-    f"A member can become a file of its name: visible text of at most {LONGEST_NAME} bytes without / \\ :, that does "
-    "not begin with a dash, nor begin or end with a dot or a space; or a number. Nothing was written."
+    "A member can become a file of its name, on any system: visible text of at most "
+    f'{LONGEST_NAME} bytes without / \\ : * ? " < > |, that does not begin with a dash, nor begin or end with a dot or '
+    "a space, and is no device of Windows; or a number. Nothing was written."
 )
+_NO_FILE = re.compile(r'[/\\:*?"<>|\x00-\x1f\x7f]')
+_DEVICES = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])(\..*)?", re.IGNORECASE)  # of Windows
 CONTAINERS = tuple(each.name for each in WRITERS if each.keeps_tree and not each.writes_folder)
 MAX_PLAIN = 1 << 16  # characters of JSON; a longer value gets a file of its own
 _MAX_PARTS, _MAX_DEPTH = 10_000, 50
@@ -56,8 +60,8 @@ def check_names(names: Iterable[Any], among: Iterable[Any] = ()) -> None:
     fix = f"Give it another name; in a bundle: {arg(rename={Slot('OLD'): Slot('NEW')})}"
     taken: dict[str, Any] = {_folded(name): name for name in among}
     for name in names:
-        if type(name) is str and is_text(name) and name.isprintable() and {*"/\\:"}.isdisjoint(name):
-            is_bare = name == name.strip(" .") and not name.startswith("-")
+        if type(name) is str and is_text(name) and name.isprintable() and not _NO_FILE.search(name):
+            is_bare = name == name.strip(" .") and not name.startswith("-") and not _DEVICES.fullmatch(name)
             fits = is_bare and 0 < len(name.encode()) <= LONGEST_NAME
         else:
             fits = type(name) is int and name >= 0

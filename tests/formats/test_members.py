@@ -251,3 +251,23 @@ def test_a_module_of_sentence_transformers_without_its_weights_is_missed(tmp_pat
         assert not found.fine and str(file.relative_to(folder)) in str(found), file
         file.write_bytes(kept)
     assert ckptool.verify(folder).fine
+
+
+def test_links_that_lead_out_of_a_folder_are_named(tmp_path: Path) -> None:
+    """Those into a hub's cache, where all files are links, are not."""
+    hub = tmp_path / "models--a--b"
+    for folder in ("blobs", "snapshots/123/encoder", "mine"):
+        (hub / folder).mkdir(parents=True)
+    weights = {"encoder.weight": torch.ones(3)}
+    save_file(weights, hub / "blobs" / "456")
+    index = json.dumps({"weight_map": dict.fromkeys(weights, "model-1-of-1.safetensors")})
+    for folder in (hub / "snapshots" / "123", hub / "mine"):
+        (folder / "model.safetensors.index.json").write_text(index)
+        (folder / "model-1-of-1.safetensors").symlink_to(hub / "blobs" / "456")
+    found = {place: ckptool.verify(hub / place).notes for place in ("snapshots/123", "mine")}
+    assert [note.code for note in found["snapshots/123"]] == []
+    (note,) = found["mine"]
+    assert note.code == "link-elsewhere" and note.message.endswith(f"→ {hub / 'blobs' / '456'}")
+    shutil.copytree(hub / "mine", tmp_path / "copy")
+    (tmp_path / "copy" / "model-2.safetensors").symlink_to("model-1-of-1.safetensors")
+    assert not ckptool.verify(tmp_path / "copy").notes

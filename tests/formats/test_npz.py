@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import struct
-import warnings
 import zipfile
 import zlib
 from pathlib import Path
@@ -264,21 +263,6 @@ def test_numbers_bit_for_bit(code: str, order: str, tmp_path: Path) -> None:
     native = given.astype(given.dtype.newbyteorder("="))
     assert found.dtype == native.dtype and found.shape == native.shape
     assert found.tobytes() == native.tobytes() == entry.bytes()
-
-
-def test_special_values_keep_their_bits(tmp_path: Path) -> None:
-    bits = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F800001, 0xFF800000], dtype="u4")
-    for given in (bits.view("<f4"), bits.byteswap().view(">f4")):
-        assert read(npy_file(given, tmp_path / "a.npy")).tree.bytes() == bits.tobytes()
-
-
-@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
-def test_every_version_of_the_header(version: tuple[int, int], tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numpy says that older readers know no version 2
-        np.lib.format.write_array(buffer, np.arange(5), version=version)
-    assert tree_of(buffer.getvalue(), tmp_path).numpy().tolist() == [0, 1, 2, 3, 4]
 
 
 # What is no tensor ---------------------------------------------------------------------------------------------------

@@ -145,7 +145,8 @@ def test_what_is_no_checkpoint_is_named(data: bytes, kind: type[CkptoolError], w
 
 
 def test_models_beside_what_describes_them_are_told(tmp_path: Path) -> None:
-    for name, what in ("openvino_model.xml", "OpenVINO"), ("upscaler.param", "ncnn"):
+    described = {"openvino_model.xml": "OpenVINO", "upscaler.param": "ncnn", "train.idx": "fairseq or Megatron"}
+    for name, what in described.items():
         (tmp_path / name).touch()
         unreadable(written(bytes([1, 200]) * 20, (tmp_path / name).with_suffix(".bin")), OtherProgram, what)
 

@@ -168,7 +168,7 @@ def _judged(path: Path) -> Any:
     return entries, found.metadata, [note.message for note in found.notes]
 
 
-@looped("seed", range(400))
+@looped("seed", range(400), here=100)
 def test_a_header_is_judged_as_member_by_member(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     fields = _header(rng, rng.choice([3, 40, 700]))

@@ -203,13 +203,6 @@ def test_shards_that_hold_no_dictionary_or_a_whole_tree(tmp_path: Path) -> None:
         read(tmp_path / "optim.bin.index.json")
 
 
-def test_shards_of_any_name_belong_to_their_index(tmp_path: Path) -> None:
-    for name in ("one.bin", "two.bin"):  # ColossalAI's are pytorch_model-00001.bin
-        saved({name: torch.ones(2)}, tmp_path / name)
-    write_index(tmp_path, {name: name for name in ("one.bin", "two.bin")}, name="pytorch_model.bin.index.json")
-    assert [row.state for row in ckptool.scan(tmp_path).files] == ["good"]
-
-
 # Dividing a checkpoint into shards ------------------------------------------------------------------------------------
 
 

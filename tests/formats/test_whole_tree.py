@@ -24,7 +24,6 @@ from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Se
 from ckptool.errors import CkptoolError, Conflict, Unsupported
 from ckptool.formats import read, safetensors, torch_zip
 from ckptool.formats.whole_tree import pack
-from ckptool.pickles import decode
 from fixtures.traps import TRAPS, values
 from tests.formats import contract
 from tests.support.cli import Run
@@ -108,15 +107,6 @@ def test_values_of_every_kind(tmp_path: Path) -> None:
     tree += [{True: 1, None: 2, (1, "a"): 3, b"k": 4, 1.5: 5}, 2**4000, -(2**4000)]
     tree += [Object(Global("uuid", "SafeUUID"), (0,), "call")]
     assert_same_tree(tree, carry(in_memory(tree), tmp_path / "a.safetensors").tree)
-
-
-def test_a_pickle_may_have_as_many_opcodes_as_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "FREE_OPCODES", 1_000)
-    torch.save({"w": torch.ones(1), 5: list(range(5_000))}, tmp_path / "a.pt")
-    for out in ("a.safetensors", "a.dcp"):
-        ckptool.convert(tmp_path / "a.pt", tmp_path / out, **({"all": True} if out == "a.safetensors" else {}))
-        back = read(tmp_path / out)
-        assert back.tree[5] == list(range(5_000)) and not back.notes
 
 
 @pytest.mark.parametrize("keys", [(0, "0"), ("0", 0), (0, "0", "0~int"), ("~storage/0", "__metadata__")])

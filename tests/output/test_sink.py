@@ -90,11 +90,6 @@ def test_random_plans(seed: int, tmp_path: Path) -> None:
             assert segment.crc.value == zlib.crc32(bytes_of(segment))
 
 
-def test_a_late_segment_of_another_length_is_our_own_mistake(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="3 bytes where 4"):
-        wrote(tmp_path, [Deferred(4, lambda: b"abc")])
-
-
 @pytest.mark.parametrize("size", [10, 70_000, 3 * sink.COMPUTE + 5])
 def test_a_wrong_sum_is_refused_before_anything_is_made_of_it(size: int, tmp_path: Path) -> None:
     data, later = noise(size), list[int]()
@@ -112,14 +107,6 @@ def test_what_is_read_only_in_part_is_checked_as_a_whole(tmp_path: Path) -> None
     bad = Storage(good.data, crc=1)
     assert wrote(tmp_path, [FileRange(good.data.file, 5, 10)], [good]) == data[5:15]
     refused(Corrupt, tmp_path, lambda: wrote(tmp_path, [FileRange(good.data.file, 5, 10)], [bad]))
-
-
-def test_what_is_computed_is_asked_front_to_back_in_bounded_pieces(tmp_path: Path) -> None:
-    asked: list[tuple[int, int]] = []
-    data = noise(9_000_000)
-    assert wrote(tmp_path, [computed(data, asked=asked)]) == data
-    assert [offset for offset, _ in asked] == sorted(offset for offset, _ in asked)
-    assert max(length for _, length in asked) <= sink.COMPUTE
 
 
 def test_a_stream_is_never_read_by_two_threads(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def test_every_verb_writes_elsewhere_what_it_writes_here(
     "name",
     [name for name in SENT if "shards" in name or "dcp" in name or SENT[name].changes == ("out.pt",)],
     at_once=15,
+    here=0.5,
 )
 @pytest.mark.parametrize("error", [OSError("it failed"), KeyboardInterrupt()], ids=repr)
 def test_what_fails_half_way_leaves_what_was_there(

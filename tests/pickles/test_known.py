@@ -240,27 +240,6 @@ def test_names_are_said_to_be_taken_where_torch_takes_them(tmp_path: Path) -> No
         assert takes(tmp_path / "in.pt") is is_said_to_be_taken(tmp_path / "in.pt"), full
 
 
-def _noted(tensor: torch.Tensor, note: Any) -> torch.Tensor:
-    tensor.note = note  # type: ignore[attr-defined]
-    return tensor
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize(
-    "value",
-    [b"a", b"", bytearray(b"a"), bytearray(), "a", frozenset()]
-    + [
-        [_noted(torch.ones(2), note)] for note in (torch.ones(1), b"", bytearray(), frozenset(), {1}, {"a": (b"",)}, 1j)
-    ],
-)
-@pytest.mark.parametrize("protocol", [2, 3])
-def test_bytes_and_attributes_are_said_to_be_taken_where_torch_takes_them(
-    value: Any, protocol: int, tmp_path: Path
-) -> None:
-    torch.save({"x": value}, tmp_path / "in.pt", pickle_protocol=protocol)
-    assert takes(tmp_path / "in.pt") is is_said_to_be_taken(tmp_path / "in.pt")
-
-
 # Live objects ---------------------------------------------------------------------------------------------------------
 
 

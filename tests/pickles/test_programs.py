@@ -342,7 +342,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield counts
 
 
-@pytest.mark.parametrize("group", range(4))
+@pytest.mark.parametrize("group", [0, *(pytest.param(number, marks=pytest.mark.soak) for number in range(1, 4))])
 def test_runs_of_tensors_are_what_the_machine_makes_of_them(
     group: int, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

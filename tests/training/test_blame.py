@@ -19,7 +19,7 @@ from ckptool.training import loop
 from ckptool.training.trainer import start
 from tests.support.looped import looped
 from tests.support.programs import python
-from tests.support.small_runs import config, toy
+from tests.support.small_runs import config
 
 # Everything of a user's that a run calls, each with the place of its fault.
 OWN = """
@@ -144,18 +144,6 @@ def test_what_is_no_number_is_named(tmp_path: Path) -> None:
     found = told(tmp_path, "facts", "return {'x': None}")
     assert isinstance(found, UsageError)
     assert "own.py:Hook gave no dictionary of numbers: float() argument" in found.what
-
-
-def test_an_optimizer_that_refuses_its_gradients(tmp_path: Path) -> None:
-    """torch's own words, and no claim that ckptool is broken."""
-    text = {"name": toy("data.py:text"), "args": {"length": 4, "samples": 20}, "batch": 4}
-    (tmp_path / "own.py").write_text(
-        "from torch import nn\ndef model(vocabulary):\n"
-        "    return nn.Sequential(nn.Embedding(vocabulary, 4, sparse=True), nn.Linear(4, vocabulary))\n"
-    )
-    model = {"main": {"name": f"{tmp_path / 'own.py'}:model"}}
-    with pytest.raises(UserCodeFailed, match=r"optim: adamw raised RuntimeError: .*sparse gradients"):
-        start(config(run=tmp_path / "run", data=text, models=model, task="lm"))
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def test_to_device_keeps_the_form_of_a_batch() -> None:
     assert (moved["a"][1], moved["b"][1]) == ("text", 3)
 
 
-@pytest.mark.parametrize("name", "blobs images linear modadd ring spirals text Sequences".split())
+@pytest.mark.parametrize("name", ["blobs", "text", "Sequences"])
 def test_toy_data_are_the_same_every_time_and_in_one_piece(name: str) -> None:
     make = toys.blobs if name == "blobs" else import_user_code(toy(f"data.py:{name}"), "data")
     one, other = make(), make()

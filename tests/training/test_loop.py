@@ -66,12 +66,6 @@ def test_a_partial_last_batch_is_left_out_or_taken() -> None:
     assert {sum(b.size for b in step) for step in left.data.stream(left)} == {13}
 
 
-def test_an_empty_micro_batch_is_not_run() -> None:
-    """BatchNorm would refuse, or count, a sample that stands for none."""
-    made = trainer("data.batch=47", "train.accumulate=3", "train.steps=2")
-    assert [[b.size for b in step] for step in made.data.stream(made)] == [[16, 16, 15], [1]]
-
-
 # Clipping ------------------------------------------------------------------------------------------------------------
 
 
@@ -178,19 +172,6 @@ def test_a_run_that_stops_at_what_is_not_finite_keeps_its_checkpoints(tmp_path: 
 # Whole runs ----------------------------------------------------------------------------------------------------------
 
 
-def test_async_saving_ends_with_the_same_files(tmp_path: Path) -> None:
-    run_to_end(tmp_path / "a", "save.every=1", "save.keep_last=30")
-    run_to_end(tmp_path / "b", "save.every=1", "save.keep_last=30", "save.async=true")
-    one, other = (
-        {p.name: p.read_bytes() for p in sorted((tmp_path / n / "run" / "checkpoints").glob("*.pt"))} for n in "ab"
-    )
-    assert len(one) == 20
-    assert one == other
-    assert not [thread for thread in threading.enumerate() if thread.name == "ckptool-save"]
-    facts = [json.loads(line) for line in (tmp_path / "b" / "run" / "history.jsonl").read_text().splitlines()]
-    assert [fact["step"] for fact in facts if fact["event"] == "save"] == list(range(1, 21))
-
-
 def test_epochs_count_steps(tmp_path: Path) -> None:
     made = trainer(train={"epochs": 2})
     assert made.total_steps == 2 * 6
@@ -284,17 +265,6 @@ def test_a_gan_step_is_the_one_that_is_written_by_hand() -> None:
             torch.testing.assert_close(value, model.state_dict()[key])
 
 
-def test_only_the_model_of_a_phase_gets_gradients() -> None:
-    made = trainer(**GAN)
-    take(made, 1)
-    phases = gan().phases
-    assert [phase.model for phase in phases] == ["discriminator", "generator"]
-    with phases[0].alone(made.models):
-        assert not any(p.requires_grad for p in made.models["generator"].parameters())
-        assert all(p.requires_grad for p in made.models["discriminator"].parameters())
-    assert all(p.requires_grad for model in made.models.values() for p in model.parameters())
-
-
 # Rehearsals ----------------------------------------------------------------------------------------------------------
 
 
@@ -310,3 +280,33 @@ def test_a_rehearsal_names_what_does_not_come_back() -> None:
 
 def test_processes_rehearse_together() -> None:
     processes(2, lambda rank: rehearse(config("strategy=fsdp")) and None)
+
+
+def test_an_empty_micro_batch_is_not_run() -> None:
+    """BatchNorm would refuse, or count, a sample that stands for none."""
+    made = trainer("data.batch=47", "train.accumulate=3", "train.steps=2")
+    assert [[b.size for b in step] for step in made.data.stream(made)] == [[16, 16, 15], [1]]
+
+
+def test_async_saving_ends_with_the_same_files(tmp_path: Path) -> None:
+    run_to_end(tmp_path / "a", "save.every=1", "save.keep_last=30")
+    run_to_end(tmp_path / "b", "save.every=1", "save.keep_last=30", "save.async=true")
+    one, other = (
+        {p.name: p.read_bytes() for p in sorted((tmp_path / n / "run" / "checkpoints").glob("*.pt"))} for n in "ab"
+    )
+    assert len(one) == 20
+    assert one == other
+    assert not [thread for thread in threading.enumerate() if thread.name == "ckptool-save"]
+    facts = [json.loads(line) for line in (tmp_path / "b" / "run" / "history.jsonl").read_text().splitlines()]
+    assert [fact["step"] for fact in facts if fact["event"] == "save"] == list(range(1, 21))
+
+
+def test_only_the_model_of_a_phase_gets_gradients() -> None:
+    made = trainer(**GAN)
+    take(made, 1)
+    phases = gan().phases
+    assert [phase.model for phase in phases] == ["discriminator", "generator"]
+    with phases[0].alone(made.models):
+        assert not any(p.requires_grad for p in made.models["generator"].parameters())
+        assert all(p.requires_grad for p in made.models["discriminator"].parameters())
+    assert all(p.requires_grad for model in made.models.values() for p in model.parameters())

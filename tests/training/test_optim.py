@@ -18,7 +18,7 @@ from ckptool.errors import Conflict, NotFinite
 from ckptool.training import optim
 from ckptool.training.config import Group, Optim
 from ckptool.training.optim import Average, build_optimizer, load_optimizer
-from ckptool.training.trainer import Trainer, restore, resume
+from ckptool.training.trainer import Trainer, restore
 from tests.support import small_runs as runs
 from tests.support.small_runs import again, assert_same_trainers, last, own, run_to_end, take, toy, trainer
 
@@ -183,17 +183,6 @@ def test_what_is_loaded_is_no_part_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(b"")
     assert_same_trainers(made, new)
     take(new, 1)
-
-
-def test_the_file_of_an_optimizer_or_a_schedule_that_changed_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_bytes(Path(own("").rpartition(":")[0]).read_bytes())
-    lion = {"name": f"{path}:Lion", "schedule": {"name": f"{path}:warmup"}}
-    run_to_end(tmp_path, "train.steps=5", optim={"main": lion})
-    path.write_text(path.read_text() + "\n# another\n")
-    said: list[str] = []
-    resume(str(tmp_path / "run"), ["train.steps=8"], say=said.append)
-    assert said == ["resumed from step 5, but mine.py changed: the result may differ"]
 
 
 # Several optimizers on one model -------------------------------------------------------------------------------------

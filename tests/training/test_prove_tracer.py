@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 from pathlib import Path
-from types import SimpleNamespace as Namespace
 from typing import Any
 
 import numpy
@@ -18,24 +17,24 @@ from ckptool.training.prove import tracer
 from ckptool.training.prove.tracer import Tracer
 
 
-def test_variables_are_looked_at_as_often_as_the_time_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first run; also where a checkpoint was written. In another one where it has the same weights."""
-    now = iter(range(1000))
-    monkeypatch.setattr(tracer, "time", Namespace(monotonic=lambda: float(next(now))))
-
-    def looked(walked: list[str] | None, costs: float) -> list[int]:
-        (tmp_path / "plan.json").write_text(json.dumps({"walked": walked}))
-        tool, places = Tracer(str(tmp_path)), []
-        for tool.count in range(40):
-            if tool.is_due(str(tool.count), tool.count == 30, 7):
-                places.append(tool.count)
-                tool.names[7], tool.spent = "optimizer", tool.spent + costs
-        return places
-
-    assert looked(None, costs=0.0) == [*range(40)]
-    first = looked(None, costs=2.0)
-    assert first[0] == 0 and 30 in first and len(first) < 8, first
-    assert looked(["3", "30"], costs=0.0) == [0, 3, 30]
+def test_variables_are_looked_at_first_after_a_save_and_in_a_quarter_of_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"run": str(tmp_path / "run"), "hold": None}))
+    model, tool, counter = torch.nn.Linear(2, 1), Tracer(str(tmp_path)), [0]
+    tool.moving, tool.rng, optimizer = moving, rng, torch.optim.SGD(model.parameters())
+    monkeypatch.setattr(Tracer, "roots", lambda self: {"counter": counter, "optimizer": optimizer})
+    for counter[0] in range(60):
+        model.weight.data += 1
+        if counter[0] == 30:
+            (tmp_path / "run").mkdir()
+            (tmp_path / "run/a.pt").touch()
+        tool.before_step(optimizer, (), {})
+    tool.file.close()
+    lines = [json.loads(line) for line in next(tmp_path.glob("0-*.jsonl")).read_text().splitlines()]
+    looks = [number for number, line in enumerate(lines) if not line["age"]]
+    assert looks == [n for n, line in enumerate(lines) if n in (0, 30) or line["weights"][0] in "0123"]
+    assert 5 < len(looks) < 30 and lines[looks[1]]["found"]
 
 
 def test_the_state_of_an_optimizer_may_hold_lists_of_tensors(tmp_path: Path) -> None:

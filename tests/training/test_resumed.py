@@ -95,27 +95,6 @@ def test_every_optimizer_and_schedule_of_torch_is_in_the_table_or_cannot_be_name
         assert type(trainer(f"optim.main.name={name.lower()}").optimizers["main"]) is getattr(torch.optim, name)
 
 
-def test_what_is_resumed_is_what_was_asked_for(tmp_path: Path) -> None:
-    """Not one of another kind: state of one's own with its dtype, averages that are tied, f32 weights, the scaler."""
-    changes, sections = RUNS["Lion in groups"]
-    made = trainer(*changes, **sections)
-    take(made, 9)
-    found = [name for group in made.optimizers["main"].param_groups for name in group["param_names"]]
-    assert sorted(found) == sorted(dict(made.models["main"].named_parameters()))
-    slots = next(iter(again(made, tmp_path / "b.pt").optimizers["main"].state.values()))
-    assert (slots["signs"].dtype, slots["signs"].tolist()) == (torch.int64, [9, 9, 9])
-    average = trainer(*RUNS["tied weights"][0], **runs.TEXT).averages["main"].values
-    assert average["head.weight"] is average["tokens.weight"]
-    for half in ("bf16", "fp16"):
-        made = trainer(f"train.precision={half}")
-        assert (made.scaler is not None) is (half == "fp16")
-        assert all(p.dtype == torch.float32 for p in made.models["main"].parameters())
-    for per, count in (("step", 11), ("epoch", 3)):
-        made = trainer("data.batch=16", optim=scheduled("StepLR", per=per))
-        take(made, 11)
-        assert made.schedules["main"].last_epoch == count
-
-
 # Longer runs ---------------------------------------------------------------------------------------------------------
 
 LONGER: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {

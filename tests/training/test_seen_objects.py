@@ -56,13 +56,6 @@ LEFT = {
         ),
         ["or give pool state_dict() and load_state_dict(), and give it to Run: ckptool.Run(…, pool=pool)"],
     ),
-    "a number of numpy": (
-        (
-            "best = numpy.inf\nfor step, x in run.batches(loader, steps=4):\n"
-            "    best = numpy.mean([float(x.sum()), 1.0]) if step % 2 else numpy.float32(best)\n    run.save()"
-        ),
-        ["best (variable) changes"],
-    ),
     "of the function that called the loop": (
         (
             "def train(run, loader):\n    for step, x in run.batches(loader, steps=4): run.save()\n"

@@ -318,30 +318,6 @@ def test_a_line_for_which_there_is_no_room(tmp_path: Path) -> None:
         Lines("/dev/full").add({"step": 1})
 
 
-@pytest.mark.parametrize("away", ["deleted", "moved", "replaced", "cut back"])
-def test_a_file_of_lines_that_somebody_takes_away(tmp_path: Path, away: str) -> None:
-    """Lines go where the name is, which is where readers look."""
-    path, lines = tmp_path / "metrics.jsonl", Lines(str(tmp_path / "metrics.jsonl"))
-    lines.add({"step": 1})
-    if away == "deleted":
-        path.unlink()
-    elif away == "cut back":
-        Lines(str(path)).cut_back(0)
-    else:
-        path.rename(tmp_path / "metrics.jsonl.1")
-    if away == "replaced":
-        path.write_text('{"step": 7}\n{"st')
-    lines.add({"step": 2})
-    assert [fact["step"] for fact in Lines(str(path)).read()] == ([7, 2] if away == "replaced" else [2])
-
-
-def test_a_line_is_there_for_readers_at_once(tmp_path: Path) -> None:
-    lines = Lines(str(tmp_path / "metrics.jsonl"))
-    for step in range(9):
-        lines.add({"step": step})
-        assert [fact["step"] for fact in Lines(lines.path).read()] == list(range(step + 1))
-
-
 # The lock -------------------------------------------------------------------------------------------------------------
 
 HOLD = """
@@ -457,3 +433,27 @@ def test_a_run_that_was_stopped_ends_with_the_checkpoints_of_one_that_was_not(se
     ]
     mixed = sorted([*saves, *dice.sample(stops, 6)], key=lambda saved: saved.step)
     assert kept(rule, mixed) == kept(rule, saves)
+
+
+@pytest.mark.parametrize("away", ["deleted", "moved", "replaced", "cut back"])
+def test_a_file_of_lines_that_somebody_takes_away(tmp_path: Path, away: str) -> None:
+    """Lines go where the name is, which is where readers look."""
+    path, lines = tmp_path / "metrics.jsonl", Lines(str(tmp_path / "metrics.jsonl"))
+    lines.add({"step": 1})
+    if away == "deleted":
+        path.unlink()
+    elif away == "cut back":
+        Lines(str(path)).cut_back(0)
+    else:
+        path.rename(tmp_path / "metrics.jsonl.1")
+    if away == "replaced":
+        path.write_text('{"step": 7}\n{"st')
+    lines.add({"step": 2})
+    assert [fact["step"] for fact in Lines(str(path)).read()] == ([7, 2] if away == "replaced" else [2])
+
+
+def test_a_line_is_there_for_readers_at_once(tmp_path: Path) -> None:
+    lines = Lines(str(tmp_path / "metrics.jsonl"))
+    for step in range(9):
+        lines.add({"step": step})
+        assert [fact["step"] for fact in Lines(lines.path).read()] == list(range(step + 1))

@@ -129,7 +129,7 @@ def test_words_that_make_no_sense(gan_files: Path, words: str, said: str, run: R
 
 
 GOOD_NAMES = ["generator", "a.b", "na\u00efve", "\u6a21\u578b", "control", "com", 0, 1, "x y", "x" * 200]
-BAD_NAMES = ["../../x", "/abs", "a/", "a\\b", ".", "..", "a.", " a", "", "C:x", "a:b", "a\0b"]
+BAD_NAMES = ["../../x", "/abs", "CON", "nul.tar", "Lpt1", "a/", "a\\b", ".", "..", "a.", " a", "", "C:x", "a:b", "a\0b"]
 BAD_NAMES += ["\x1b[31m", "a\u202eb", "a\nb", "a\ud800", "x" * 201, "-rf"]
 
 
@@ -213,7 +213,7 @@ def test_names_that_pass_are_names_of_files(name: str) -> None:
         check_names([name])
     except Conflict:
         return
-    assert name and name not in (".", "..") and not set(name) & set("/\\:\0") and name.isprintable()
+    assert name and name not in (".", "..") and not set(name) & set('/\\:\0*?"<>|') and name.isprintable()
     for other in (name.upper(), name.lower()):
         with pytest.raises(Conflict):
             check_names([name, other])

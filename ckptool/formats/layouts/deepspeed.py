@@ -32,7 +32,7 @@ from ckptool.checkpoint.files import Folder, Input, folder_at, read_small
 from ckptool.checkpoint.graph import alike
 from ckptool.checkpoint.nodes import fields, items, same_kind
 from ckptool.commands import command, other_program
-from ckptool.errors import Ambiguous, Corrupt, NotACheckpoint, Unsupported, counted, listed, printable
+from ckptool.errors import Ambiguous, Corrupt, Unsupported, counted, listed, printable
 from ckptool.formats.folder import complete, damaged, lacks, mixed, names_in, number_in, one_of, without_copies
 from ckptool.formats.layouts import zero
 from ckptool.formats.layouts.zero import StageFiles
@@ -125,12 +125,8 @@ def _of_run(source: Folder) -> Checkpoint:
         raise Ambiguous(f"{what}: {listed(tags, 3)}", fix=advice)
     if not _is_tag(source, name):
         path = os.path.join(source.path, latest)
-        if name in source:
-            what = f"{path} names {name}, which has no DeepSpeed files"
-            raise NotACheckpoint(what, "Another program wrote it, or the run was stopped before saving.", advice)
-        what = f"{path} names {name[:200]!r}, which is not a folder beside it"
-        why = "The folder of that tag was moved, deleted or not copied along; ckptool does not follow paths elsewhere."
-        raise Corrupt(what, why, advice or f"See what is in it: {other_program('ls', source.path)}")
+        what = f"{path} names {name[:200]!r}, which is no folder of DeepSpeed's files beside it"
+        raise Corrupt(what, "It was not copied along.", advice or f"See: {other_program('ls', source.path)}")
     return one_of(source, Folder(os.path.join(source.path, name)), tags, read)
 
 

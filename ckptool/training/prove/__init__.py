@@ -286,7 +286,6 @@ class CommandRuns:
         life = Life(os.path.join(self.folder, f"trace-{self.proof.starts}"))
         os.mkdir(life.traces)
         plan = {"run": self.run, "hold": None if target is None else 1, "keep": [], "put": [], "values": "", **changes}
-        plan["walked"] = [step.weights for step in self.reference.steps if not step.age] or None
         _write_plan(life, plan)
         env = {**os.environ, "CKPTOOL_PROVE_TRACE": life.traces}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (self.tools, env.get("PYTHONPATH"))))

@@ -8,9 +8,8 @@ values that a restart there would need, and which of them it puts back right bef
 restart. That moment is the first call of a model with gradients after an optimizer step: the batch is there, and not
 used yet. Generators are also put back where a data loader begins, since that draws the order.
 
-A look at all that the program's variables lead to takes longer than a quick step. So the first unbroken run looks as
-often as a share of its time allows, and where a checkpoint was written; all other runs look where they have the same
-weights, so that the entries can be compared.
+A look at all that the program's variables lead to takes longer than a quick step. So it is done at the first step,
+where a checkpoint was written, and at one in four other steps, which the weights decide: in all runs at the same ones.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))
 VARIABLE = "CKPTOOL_PROVE_TRACE"  # the folder that the lines go to
 PATIENCE = 60.0  # seconds that it waits for `prove`
 MOST = 8  # calls of models between two steps that are looked at
-FREE, SHARE = 1.0, 0.15  # seconds, and share of the time since the first step, that looking may take
+LOOKED_AT = "0123"  # how the digests begin of the weights at which the variables are looked at
 
 # Kinds like those of `moving`; the weights are of modules that no optimizer trains.
 WEIGHTS, SCHEDULER, SCALER = "weights", "scheduler", "scaler"
@@ -38,8 +37,7 @@ WEIGHTS, SCHEDULER, SCALER = "weights", "scheduler", "scaler"
 class Tracer:
     """Hooks into torch; records what happened since the last step. count: steps so far.  depth: of calls of modules.
 
-    age: steps since the last look at the variables.  walked: digests of the weights at which to look.  spent: seconds
-    that looking took.  names: of optimizers, by their ids.
+    age: steps since the last look at the variables.  names: of optimizers, by their ids.
     """
 
     def __init__(self, folder: str) -> None:
@@ -48,8 +46,6 @@ class Tracer:
         self.last: dict[str, str] = {}
         self.files: dict[str, Any] = {}
         self.count = self.depth = self.age = 0
-        self.walked: set[str] = set()
-        self.spent = self.first = 0.0
         self.names: dict[int, str] = {}
         self.plan_read: tuple[Any, dict[str, Any]] = (None, {})  # when the plan was written, and the plan
         self.begun: dict[str, Any] = {}  # the generators where the last loader began
@@ -62,8 +58,7 @@ class Tracer:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What `prove` wants: run, a folder; hold, the step to wait in; keep, where; put, what of the file `values`;
-        walked, the weights at which the first run looked at the variables, None for that one."""
+        """What `prove` wants: run, a folder; hold, the step to wait in; keep, where; put, what of the file `values`."""
         path = os.path.join(self.folder, "plan.json")
         status = os.stat(path)
         if self.plan_read[0] != (stamp := (status.st_mtime_ns, status.st_ino)):
@@ -149,7 +144,8 @@ class Tracer:
             random = {name: self.text(state) for name, state in self.rng.global_states().items()}
             line |= {"inputs": self.inputs, "random": random, "found": {}, "gone": []}
             self.age += 1
-            if self.is_due(line["weights"], line["saved"], id(optimizer)):
+            is_new = not self.count or id(optimizer) not in self.names
+            if is_new or line["saved"] or line["weights"].startswith(tuple(LOOKED_AT)):
                 entries, objects = self.walk()
                 named = {id(value): name for name, value in of_class(objects, type(optimizer)).items()}
                 self.names |= {id(optimizer): type(optimizer).__name__, **named}
@@ -170,18 +166,6 @@ class Tracer:
             deadline = time.monotonic() + PATIENCE
             while self.count >= (self.plan["hold"] or sys.maxsize) and time.monotonic() < deadline:
                 time.sleep(0.002)
-
-    def is_due(self, weights: str, saved: bool, optimizer: int) -> bool:
-        """True if the variables are to be looked at before this step."""
-        now, walked = time.monotonic(), self.plan["walked"]
-        if not self.count:
-            self.first, self.walked = now, set(walked or ())
-        share = 1.0 if saved else SHARE
-        chosen = walked is None and self.spent < FREE + share * (now - self.first)
-        if chosen or weights in self.walked or optimizer not in self.names:
-            self.walked.add(weights)
-            return True
-        return False
 
     def facts(self, optimizer: Any) -> dict[str, Any]:
         """An optimizer's learning rates, and digests of its state and of the weights that it trains."""
@@ -222,7 +206,7 @@ class Tracer:
 
     def walk(self) -> tuple[dict[str, str], dict[str, Any]]:
         """`moving.reachable` from the variables, with entries for schedulers, scalers, and modules of no optimizer."""
-        torch, begin = sys.modules["torch"], time.monotonic()
+        torch = sys.modules["torch"]
         entries, objects = self.moving.reachable(self.roots())
         rates = getattr(sys.modules.get("torch.optim.lr_scheduler"), "LRScheduler", ())
         groups = [group for value in of_class(objects, torch.optim.Optimizer).values() for group in value.param_groups]
@@ -243,7 +227,6 @@ class Tracer:
             if parameters and not name.startswith(prefixes) and not trained & set(map(id, parameters)):
                 prefixes += (f"{name}.",)
                 entries[name] = f"{WEIGHTS}: {type(value).__name__} {self.digests(parameters)}"
-        self.spent += time.monotonic() - begin
         return entries, objects
 
     def roots(self) -> dict[str, Any]:
