@@ -294,7 +294,7 @@ class Search:
         for key, shape in [*ours.items()]:
             is_alone = counts[0][shape] == counts[1][shape] == 1 and sum(size > 1 for size in shape or ()) > 1
             # Names that differ in numbers only are other layers, or are counted otherwise.
-            if is_alone and _NUMBER.sub("", key) != _NUMBER.sub("", goal := keys[shape]):
+            if key in ours and is_alone and _NUMBER.sub("", key) != _NUMBER.sub("", goal := keys[shape]):
                 (module, _, leaf), (other_module, _, other_leaf) = key.rpartition("."), goal.rpartition(".")
                 self._accept({key: goal}, "nothing else has these shapes")
                 names = {k: f"{other_module}.{k[len(module) + 1 :]}" for k in beside[module] if leaf == other_leaf}
