@@ -271,28 +271,29 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
         similar = [_NUMBERS.sub("#", file) for file in _beside(path)].count(_NUMBERS.sub("#", name))
         whole = (folder or ".") if rank_match and world and similar >= world else ""
         return replace(_ranked(rank, world, f"{which} {what}"), whole=whole)
-    if facts.flat:
-        return _ranked(rank, world, "its parameters are flattened the way FSDP keeps them, without the other ranks'")
-    if world_match and world is not None and world > 1:
-        return _ranked(rank, world, "the other ranks have files of their own")
+    if facts.flat or (world_match and world is not None and world > 1):
+        what = "its parameters are flattened the way FSDP keeps them, without those of the other ranks"
+        return _ranked(rank, world, what if facts.flat else "the other ranks have files of their own")
     # A file of DeepSpeed's: a rank's share of the optimizer, or weights whose values are in those.
     states_match = STATES.fullmatch(name)
     rank, optimizer = int(states_match["rank"]) if states_match else None, fields(top.get("optimizer_state_dict"))
     if (states_match and "optim" in states_match["rest"]) or "partition_count" in optimizer:
         count = optimizer.get("partition_count")  # the number of partitions, or those for each group of parameters
         world = max((n for n in items(count) or [count] if type(n) is int), default=None)
-        return _ranked(rank, world, "one rank's share of the optimizer and of the f32 weights under ZeRO")
+        what = "one rank's share of the optimizer's state and of the f32 weights under ZeRO"
+        return _ranked(rank, world, f"{what}; the model is in all files together")
     if "param_shapes" in top and isinstance(source, Folder):
         return None  # what is empty there has no elements
     if "param_shapes" in top and facts.empty:
         world = top["dp_world_size"] if type(top.get("dp_world_size")) is int else None
-        what = f"{facts.empty:,} of its weights are placeholders: their values are in the *_optim_states.pt files"
-        part = _ranked(rank, world, what, PartKind.PLACEHOLDERS)
+        what = f"{facts.empty:,} of its weights are placeholders (shape [0])"
+        part = _ranked(rank, world, f"{what}: their values are in the *_optim_states.pt files", PartKind.PLACEHOLDERS)
         return part if states_match else replace(part, label=_NO_VALUES)
     if states_match:
         return _ranked(rank, None, "one file of a ZeRO checkpoint, which consists of all of them")
     if NANOTRON.fullmatch(name):
-        return PartOf(PartKind.RANK, "one file of nanotron's", "each rank saves its piece of each parameter by itself")
+        what = "each rank saves its piece of each parameter, and of the optimizer, to a file of its own"
+        return PartOf(PartKind.RANK, "one file of nanotron's", what)
     if divided := TORCHTUNE.fullmatch(name):
         matches = filter(None, map(TORCHTUNE.fullmatch, _beside(path)))
         nth, last = int(divided["number"]), max(int(m["number"]) for m in matches if m["epoch"] == divided["epoch"])
@@ -301,7 +302,8 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
             return PartOf(PartKind.SHARD, f"shard {nth:,} of {last:,}", what, nth, last)
     if layer := LAYER.fullmatch(name):
         label = f"layer {int(layer['layer'])}" + (f", expert {int(layer['expert'])}" if layer["expert"] else "")
-        return PartOf(PartKind.SHARD, label, "DeepSpeed saves each layer of a pipeline, and each expert, by itself")
+        what = "DeepSpeed saves each layer of a pipeline, and each expert, to a file of its own"
+        return PartOf(PartKind.SHARD, label, what)
     # One of the files over which tensor and pipeline parallelism divide a model (Megatron, DeepSpeed, Llama).
     args = top.get("args") if "model" in top else None  # Megatron's say over how many files it is divided
     settings = args.attributes if isinstance(args, Object) else {}
@@ -330,14 +332,14 @@ def as_part(checkpoint: Checkpoint) -> PartOf | None:
     are_tensors = isinstance(tree, dict) and all(isinstance(value, (TensorEntry, Composite)) for value in top.values())
     if are_tensors and (shard := _shard(folder, name)) is not None:
         return shard
-    count, what = facts.empty, "are placeholders (shape [0]), as ZeRO stage 3 saves ungathered weights"
-    if facts.empty <= 1 or 2 * facts.empty < facts.weights:
-        count, what = (
-            facts.meta,
-            "have no values: they were saved from the meta device, where offloaded models have theirs",
-        )
-    what = f"{count:,} of {counted(facts.weights, 'weight')} {what}"
-    return PartOf(PartKind.PLACEHOLDERS, _NO_VALUES, what) if count else None
+    if facts.empty > 1 and 2 * facts.empty >= facts.weights:
+        what = f"{facts.empty:,} of {counted(facts.weights, 'weight')} are placeholders (shape [0])"
+        return PartOf(PartKind.PLACEHOLDERS, _NO_VALUES, f"{what}, as ZeRO stage 3 saves ungathered weights")
+    if facts.meta:
+        what = f"{facts.meta:,} of {counted(facts.weights, 'weight')} have a shape but no values"
+        why = "they were saved from the meta device, where offloaded and empty models have theirs"
+        return PartOf(PartKind.PLACEHOLDERS, _NO_VALUES, f"{what}: {why}")
+    return None
 
 
 def _shard(folder: str, name: str) -> PartOf | None:

@@ -10,12 +10,14 @@ and nobody notices.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ckptool.analysis.targets import PARAMETER, Target, kind_by_name
 from ckptool.checkpoint import Checkpoint, Composite, TensorEntry
+from ckptool.checkpoint.files import Folder
 from ckptool.checkpoint.nodes import fields, items
 from ckptool.checkpoint.tree import address, holders, replaced_at, tensors
 from ckptool.commands import FILE, OUT, arg, command
@@ -52,9 +54,7 @@ def with_optimizers(
     if not states:
         what = f"{part.source or 'the checkpoint'} has no optimizer state"
         why = "It would be a dictionary with `state` and `param_groups`. Nothing was written."
-        beside = [name for name in members.beside(whole) if name.startswith(("optimizer", "global_step"))]
-        fix = f"Name its own: {listed(beside)} beside the weights" if beside else f"Go without: omit {OPTION}"
-        raise NoMatch(what, why, fix)
+        raise NoMatch(what, why, _member_command(whole, form) or f"Go without: omit {OPTION}")
     lines = [] if tree is part.tree else ["flattened keys of the optimizer are nested again"]
     for path, optimizer in states:
         place = address((*part.base, *path))
@@ -82,6 +82,18 @@ def with_optimizers(
         as_it_was = "" if changed is not optimizer else ", as it was"
         lines.append(f"{printable(place) or 'the optimizer'}: {line}{as_it_was}")
     return replace(part, tree=tree, notes=tuple(note for note in part.notes if note.code != RESTORED)), lines
+
+
+def _member_command(whole: Checkpoint, form: str) -> str:
+    """The command for the optimizer's own file or folder beside the weights of a folder: `optimizer.pt`, accelerate's
+    `optimizer_0`, or DeepSpeed's tag beside a Trainer's weights."""
+    name = next((name for name in members.beside(whole) if name.startswith(("optimizer", "global_step"))), None)
+    if name is None or whole.source is None:
+        return ""
+    folder = whole.source.path if isinstance(whole.source, Folder) else os.path.dirname(whole.source.path)
+    member = os.path.join(folder, name)
+    model = "MODEL" if form != IDS and name.startswith("optimizer.") else ""  # a file that only has numbers
+    return f"It lies beside the weights: {command('convert', member, optimizer_as=form, against=model, out=OUT)}"
 
 
 # Which slot is whose -------------------------------------------------------------------------------------------------

@@ -57,9 +57,6 @@ class Resize(NamedTuple):
     old: tuple[int, int] | None = None
     new: tuple[int, int] | None = None
 
-    def __str__(self) -> str:
-        return self.text
-
 
 def parse_resize(text: str) -> Resize:
     """The `Resize` that a text such as `bicubic(cls=1)`, `rows(mean)` or `channels` names. Raises `UsageError`."""

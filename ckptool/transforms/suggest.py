@@ -33,7 +33,6 @@ VARIABLES = "nmkj"  # of rules, for the numbers of a family, of which at most as
 PLAIN = tuple(f"{{{name}}}" for name in VARIABLES)
 _HELD = re.compile(f"[{HOLE}{STACK}{BREAK}]")
 LONG, DEEP = 500, 32  # characters of a key and parts of a name; nothing is suggested for longer ones
-MOST = 10_000  # keys of a side; with more, only the prefix of a wrapper is found
 MOST_WAYS = 16  # prefixes that are tried, and names with the same end
 TRIES = 300_000  # of a rule on a key; parsing a rule counts as `READING` tries
 READING = 400
@@ -52,16 +51,6 @@ class Family(NamedTuple):
     text: str
     keys: dict[Numbers, str]
     traits: dict[Numbers, Trait]
-
-    @property
-    def unnumbered(self) -> str:
-        """The name without its numbers."""
-        return re.sub(rf"(?<![^.])[0-9{HOLE}]+\.|[0-9{HOLE}]+", "", self.text)
-
-    @property
-    def rank(self) -> int:
-        """The dimensions of its first tensor, without those of size 1."""
-        return sum(size != 1 for size in next(iter(self.traits.values())) or ())
 
 
 def families(traits: Mapping[str, Trait], vary: int | None) -> list[Family]:
@@ -305,7 +294,7 @@ class Search:
         for key, shape in [*ours.items()]:
             is_alone = counts[0][shape] == counts[1][shape] == 1 and sum(size > 1 for size in shape or ()) > 1
             # Names that differ in numbers only are other layers, or are counted otherwise.
-            if is_alone and _NUMBER.sub("", key) != _NUMBER.sub("", goal := keys[shape]):
+            if key in ours and is_alone and _NUMBER.sub("", key) != _NUMBER.sub("", goal := keys[shape]):
                 (module, _, leaf), (other_module, _, other_leaf) = key.rpartition("."), goal.rpartition(".")
                 self._accept({key: goal}, "nothing else has these shapes")
                 names = {k: f"{other_module}.{k[len(module) + 1 :]}" for k in beside[module] if leaf == other_leaf}

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 import ckptool
-from ckptool.checkpoint.files import Folder
+from ckptool.checkpoint.files import Folder, Source
 from ckptool.checkpoint.tree import tensors
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, MissingExtra, OnlyAPart, Unsupported
-from ckptool.formats import read
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, MissingExtra, NotACheckpoint, OnlyAPart, Unsupported
+from ckptool.formats import read, torch_zip
 from ckptool.formats.dcp import payloads
 from ckptool.formats.dcp.tables import Place
 from tests.support.cli import Run
@@ -65,6 +65,20 @@ def test_everything_as_torch_reads_it(folder: Path, tmp_path: Path) -> None:
     assert_same_objects(contiguous(expected), contiguous(torch.load(tmp_path / "ours.pt", weights_only=True)))
 
 
+def test_enums_that_python_pickled_by_name_are_no_unknown_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python 3.11.0 to 3.11.3 did."""
+    formats = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(formats, "__reduce_ex__", lambda self, _: (getattr, (type(self), self._name_)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.save({"a.weight": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()
+    found = read(tmp_path / "dcp")
+    assert found.notes == found.discarded == () and ckptool.scan(tmp_path).files[0].state == "good"
+
+
 # Many ranks ----------------------------------------------------------------------------------------------------------
 
 
@@ -92,6 +106,20 @@ def apart(tables_of_two_ranks: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tables_of_two_ranks, tmp_path / "apart"))
 
 
+@pytest.mark.parametrize("name", ["model.same", "buffer"])
+def test_damage_in_values_that_both_ranks_saved_is_found(name: str, apart: Path) -> None:
+    """Rank 0's are taken; those of rank 1 are in no tensor, and read by nothing else."""
+    assert ckptool.verify(apart).fine
+    table = pickle.loads((apart / "__1.metadata").read_bytes())  # made by this test
+    info = next(info for index, info in table.storage_data.items() if index.fqn == name)
+    entry = torch_zip.read(Source(apart / "__1_0.distcp").part(info.offset, info.length)).tree
+    data = bytearray((apart / "__1_0.distcp").read_bytes())
+    data[entry.storage.data.offset + 5] ^= 16
+    (apart / "__1_0.distcp").write_bytes(data)
+    (problem,) = ckptool.verify(apart).problems
+    assert problem.code == "checksum" and "__1_0.distcp" in problem.record and problem.tensors
+
+
 def test_large_objects_of_ranks_are_not_said_to_differ(apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payloads, "SMALL", 8)
     notes = {note.code: note.message for note in read(apart).notes}
@@ -115,7 +143,40 @@ def test_a_quantized_tensor_is_refused_as_such(tmp_path: Path) -> None:
     refused(Unsupported, tmp_path, lambda: ckptool.inspect(tmp_path / "a"), "q is a quantized tensor")
 
 
+def test_tables_of_ranks_that_lack_one(apart: Path) -> None:
+    (apart / "__1.metadata").rename(apart / "other")
+    assert "15 of its 35 elements are in no file" in refused("corrupt", apart, lambda: read(apart)).what
+    (apart / "__1.metadata.tmp").write_bytes(b"")
+    assert "lacks the tables of 1 rank: __1.metadata" in refused("corrupt", apart, lambda: read(apart)).what
+    (apart / "__1.metadata.tmp").unlink()
+    (apart / "other").rename(apart / "__2.metadata")
+    assert "lacks the tables of 1 rank: __1.metadata" in refused("corrupt", apart, lambda: read(apart)).what
+
+
 # What engines and versions write -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [("w", "bias"), ("w", "a.bias")])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_names_without_paths_are_said_to_be_flat_where_they_may_be(names: tuple[str, ...], tmp_path: Path) -> None:
+    save_state({name: torch.ones(2) for name in names}, checkpoint_id=tmp_path / "a", no_dist=True)
+    read_back = read(edit(tmp_path / "a", lambda metadata: setattr(metadata, "planner_data", {})))
+    assert set(read_back.tree) == {*names}
+    assert [note.code for note in read_back.notes] == ["flat-names"] * any("." in name for name in names)
+
+
+def test_tables_of_megatron_name_other_classes(folder: Path) -> None:
+    """By hand, after megatron_core 0.16.1: `MCoreMetadata` in a module of its own, and no paths."""
+    expected = set(read(edit(folder, lambda metadata: setattr(metadata, "planner_data", {}))).tree)
+    path = folder / ".metadata"
+    old = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    data = pickle.dumps(pickle.loads(path.read_bytes()), protocol=2)  # made by this test
+    path.write_bytes(data.replace(old, b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"))
+    found = read(folder)
+    assert set(found.tree) == expected and [note.code for note in found.notes] == ["flat-names"]
+    path.write_bytes(data.replace(old, b"cmegatron.other\nMetadata\n"))
+    with pytest.raises(NotACheckpoint):
+        read(folder)
 
 
 def test_what_is_no_model_by_itself_is_said(folder: Path, tmp_path: Path, run: Run) -> None:
@@ -167,6 +228,20 @@ def test_a_zip_that_differs_in_any_byte_is_read_in_full(tmp_path: Path) -> None:
         (quick, full) = (outcome(folder, most) for most in (payloads.MOST_TEMPLATES, 0))
         assert quick == full, at
         assert isinstance(quick, str) or quick.keys() == expected.keys()
+
+
+def test_values_that_hold_the_end_of_another_zip_are_refused_where_they_were(tmp_path: Path) -> None:
+    """An end record with all that follows for its comment: what readers of zips see there differs."""
+    folder = written({f"w{i}": torch.zeros(64, dtype=torch.uint8) for i in range(3)}, tmp_path / "saved")
+    (rank,) = folder.glob("*.distcp")
+    data = bytearray(rank.read_bytes())
+    size = len(data) // 3
+    at = read(folder)["w1"].storage.data.offset  # type: ignore[union-attr]
+    end = 2 * size if at < 2 * size else 3 * size
+    data[at : at + 22] = b"PK\5\6" + bytes(16) + (end - at - 22).to_bytes(2, "little")
+    rank.write_bytes(data)
+    assert outcome(folder, payloads.MOST_TEMPLATES) == outcome(folder, 0)
+    assert "comment of another" in outcome(folder, 0)
 
 
 # zstd ----------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptool
-from ckptool.errors import Unsupported
+from ckptool.errors import Conflict, OutputExists, Unsupported
 from ckptool.formats import read
 from ckptool.formats.dcp import save_plan
 from tests.support.engine_folders import save_dcp, training_state
@@ -116,6 +116,13 @@ def test_torch_reads_the_same_values(state: Callable[[], Any], division: Any, tm
 # ckptool gives it back -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("key", ["state.fc.weight.exp_avg", "plain"])
+def test_flat_keys_of_an_optimizer_stay_flat(key: str, tmp_path: Path) -> None:
+    state = {key: torch.ones(2), "param_groups.fc.weight.lr": 0.1, "state": {"0": {"step": torch.ones(())}}}
+    folder = written({"optimizer": state | {"param_groups": [{"params": [0]}]}}, tmp_path)
+    assert ckptool.diff(tmp_path / "in.pt", folder).same
+
+
 def test_what_torch_flattened_has_the_same_names_again(tmp_path: Path) -> None:
     """As torchtitan saves it, which loads no others."""
     groups = {f"param_groups.{name}.{key}": [0.9, 0.95] for name in ("fc.weight", "fc.bias") for key in ("betas", "lr")}
@@ -134,6 +141,24 @@ def test_what_torch_flattened_has_the_same_names_again(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")  # that there is one process
         dcp.load(loaded, checkpoint_id=out)
     assert loaded == {"optimizer": {"param_groups.head.bias.betas": [0.9, 0.95]}}
+
+
+VERBS: dict[str, Callable[[Path, Path], Any]] = {
+    "rename": lambda file, out: ckptool.rename(file, ["0.* => first.*"], out, verify=True),
+    "strip-module": lambda file, out: ckptool.strip_module(file, out, verify=True),
+    "cast": lambda file, out: ckptool.cast(file, out, dtype="bf16", exclude=["0.bias"], verify=True),
+    "remap": lambda file, out: ckptool.remap(file, out, to="cuda:0", verify=True),
+    "edit": lambda file, out: ckptool.edit(file, out, set={"note": "x"}, verify=True),
+    "slim": lambda file, out: ckptool.slim(file, out, verify=True),
+}
+
+
+@looped("verb", VERBS)
+def test_verbs_on_a_folder_and_on_the_file_that_it_was(verb: str, tmp_path: Path) -> None:
+    folder = written(odd_state(), tmp_path, ranks=2)
+    VERBS[verb](folder, tmp_path / "changed.dcp")
+    VERBS[verb](tmp_path / "in.pt", tmp_path / "changed.pt")
+    assert ckptool.diff(tmp_path / "changed.dcp", tmp_path / "changed.pt").same
 
 
 # A pickle that does not fit ------------------------------------------------------------------------------------------
@@ -217,6 +242,58 @@ def test_what_it_cannot_hold_or_makes_no_sense(
 ) -> None:
     file = saved(state, tmp_path / "in.pt")
     refused(code, tmp_path, lambda: ckptool.convert(file, tmp_path / out, **options))
+
+
+def test_unknown_calls_are_kept_when_asked(tmp_path: Path) -> None:
+    folder = written(W | {"x": Opaque()}, tmp_path, keep_unknown=True)
+    ckptool.convert(folder, tmp_path / "back.pt", keep_unknown=True)
+    assert ckptool.diff(tmp_path / "in.pt", tmp_path / "back.pt").same
+
+
+def test_an_old_folder_is_replaced_with_what_larger_runs_left(tmp_path: Path) -> None:
+    folder = written(training_state(), tmp_path, ranks=4)
+    (folder / "__7_0.distcp").write_bytes(b"of a run on eight ranks")
+    refused(OutputExists, tmp_path, lambda: written(training_state(), tmp_path))
+    (folder / "notes.txt").write_text("precious")
+    with pytest.raises(Conflict, match=r"notes\.txt would be deleted"):
+        written(training_state(), tmp_path, overwrite=True)
+    assert len(list(folder.iterdir())) == 7
+    (folder / "notes.txt").unlink()
+    written(training_state(), tmp_path, overwrite=True, ranks=2)
+    assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_many_views_of_one_storage_are_written_once_each(ranks: int, tmp_path: Path) -> None:
+    """A column of a matrix touches all of its storage: as many columns would be as many matrices on disk."""
+    matrix = torch.arange(200.0 * 300).reshape(200, 300)
+    state = {f"column{number}": matrix[:, number] for number in range(300)} | {"turned": matrix.T, "rows": matrix[::2]}
+    file, folder = saved(state, tmp_path / "in.pt"), tmp_path / "out.dcp"
+    ckptool.convert(file, folder, ranks=ranks)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 16 * file.stat().st_size
+    found = ckptool.load(folder)
+    assert all(
+        torch.equal(found[name], value) and found[name].stride() == value.stride() for name, value in state.items()
+    )
+    assert len({value.untyped_storage().data_ptr() for value in found.values()}) == 1
+    dcp_to_torch_save(folder, tmp_path / "torch.pt")
+    theirs = torch.load(tmp_path / "torch.pt", weights_only=True)
+    assert all(torch.equal(theirs[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("depth", range(3))
+def test_what_contains_itself_is_left_out_by_the_command_that_says_so(depth: int, tmp_path: Path) -> None:
+    ring: list[Any] = [torch.ones(1)]
+    inner: Any = ring
+    for _ in range(depth):
+        inner = [torch.zeros(1), inner]
+    ring.append(inner)
+    file = saved({"a": {"kept": torch.ones(2), "ring": ring}}, tmp_path / "m.pt")
+    error = refused("conflict", tmp_path, lambda: ckptool.convert(file, tmp_path / "m.dcp"), "contains itself")
+    (command,) = error.fix.commands
+    assert command[1:] == ("edit", "FILE", "--drop", "a/ring", "-o", "OUT")
+    ckptool.edit(file, tmp_path / "left.pt", drop="a/ring")
+    ckptool.convert(tmp_path / "left.pt", tmp_path / "m.dcp")
 
 
 @pytest.fixture

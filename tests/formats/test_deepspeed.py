@@ -3,6 +3,7 @@ two steps, which what they hold twice tells, in those of torch.distributed.check
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 
 import ckptool
 from ckptool.errors import CkptoolError, Conflict, Corrupt, Unsupported
+from tests.support.cli import Run
 from tests.support.engine_cases import ROOT
-from tests.support.engine_folders import SHAPES, optimizer_file, states_of, verdict, write_zero, zero_weights
+from tests.support.engine_folders import MOMENTS, SHAPES, optimizer_file, states_of, verdict, write_zero, zero_weights
 from tests.support.errors import refused
 from tests.support.looped import looped
 from tests.support.ranks import save_on_two_ranks
@@ -24,6 +26,29 @@ def _tree(folder: Path) -> dict[str, Any]:
     tree = ckptool.open(folder).tree
     assert isinstance(tree, dict)
     return tree
+
+
+def test_every_parameter_has_a_step_of_its_own(tmp_path: Path) -> None:
+    """Torch's optimizers add to it in place."""
+    write_zero(tmp_path / "global_step2", 2, 2)
+    ckptool.convert(tmp_path / "global_step2", tmp_path / "out.pt")
+    state = torch.load(tmp_path / "out.pt", weights_only=True)["optimizer"]["state"]
+    assert len({slots["step"].data_ptr() for slots in state.values()}) == len(state)
+
+
+def test_a_parameter_of_stage_3_may_lie_in_two_vectors(tmp_path: Path) -> None:
+    def cut(rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
+        one, other = share["fp32_flat_groups"]
+        share["fp32_flat_groups"] = [one[:4].clone(), torch.cat([one[4:], other])]
+        state = share["optimizer_state_dict"]["state"]
+        for key in MOMENTS:
+            one, other = state[0][key], state[1][key]
+            state[0][key], state[1][key] = one[:4].clone(), torch.cat([one[4:], other])
+
+    tree = _tree(write_zero(tmp_path / "global_step2", 3, 2, change=cut))
+    for name, value in zero_weights().items():
+        assert torch.equal(tree["module"][name].torch(), value)
+        assert torch.equal(tree["optimizer"]["state"][name]["exp_avg"].torch(), value * 2)
 
 
 def test_parameters_that_are_aligned_are_cut_without_their_padding(tmp_path: Path) -> None:
@@ -42,6 +67,41 @@ def test_parameters_that_are_aligned_are_cut_without_their_padding(tmp_path: Pat
 
     tree = _tree(write_zero(tmp_path / "global_step2", 2, 1, change=align))
     assert all(torch.equal(tree["module"][name].torch(), value) for name, value in model.items())
+
+
+def test_frozen_parameters_buffers_and_ties_are_as_they_were_saved(tmp_path: Path) -> None:
+    frozen = torch.arange(5).bfloat16()
+
+    def more(rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
+        states["module"] |= {"still": torch.empty(0, dtype=torch.bfloat16), "head.weight": torch.empty(0)}
+        states["frozen_param_shapes"] = {"still": torch.Size([5])}
+        states["frozen_param_fragments"] = {"still": torch.cat([frozen, frozen[:1]])[rank * 3 : rank * 3 + 3].clone()}
+        states["shared_params"] = {"head.weight": "embed.weight"} if rank == 0 else {}
+        states["module"]["mean"] = torch.full((2,), float(rank))
+        states["buffer_names"] = ["places", "mean"]
+
+    checkpoint = ckptool.open(write_zero(tmp_path / "global_step2", 3, 2, change=more))
+    module = checkpoint.tree["module"]
+    assert torch.equal(module["still"].torch(), frozen) and module["still"].dtype.name == "bf16"
+    assert module["head.weight"].view == module["embed.weight"].view
+    assert module["mean"].torch().tolist() == [0, 0] and module["places"].dtype.name == "i64"
+    (note,) = [note for note in checkpoint.notes if note.code == "replicas-differ"]
+    assert "mean (rank 0's value is used; rank 1's differs)" in note.message
+
+
+def test_the_copies_in_bf16_are_told_of_and_their_checksums_are_verified(tmp_path: Path, run: Run) -> None:
+    folder = write_zero(tmp_path / "global_step2", 2, 2)
+    (note,) = [note for note in ckptool.open(folder).notes if note.code == "copies-not-shown"]
+    assert "5 weights" in note.message and "(bf16) are compared with them" in note.message
+    done = run("verify", str(folder))
+    assert done.code == 0 and "copies-not-shown" in done.out
+    path = folder / "mp_rank_00_model_states.pt"
+    data = bytearray(path.read_bytes())
+    at = data.index(zero_weights()["wide.weight"].bfloat16().view(torch.uint8).numpy().tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    done = run("verify", str(folder))
+    assert done.code == 1 and "damaged, 2 problems" in done.out  # its checksum, and the values that differ
 
 
 def test_latest_chooses_among_tags_and_the_others_are_scanned_too(tmp_path: Path) -> None:
@@ -75,6 +135,14 @@ def test_of_stage_0_there_are_the_models_own_weights_and_its_optimizer_as_it_is(
     assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
+def test_the_optimizer_of_a_trainers_folder_is_in_the_folder_of_the_tag(tmp_path: Path, run: Run) -> None:
+    folder = ROOT / "deepspeed-trainer" / "checkpoint"
+    done = run("convert", folder, "--optimizer-as", "names", "-o", tmp_path / "out.pt")
+    assert done.code == 1
+    again = shlex.quote(str(folder / "global_step2"))
+    assert f"It lies beside the weights: ckptool convert {again} --optimizer-as names" in done.err
+
+
 # Files of two steps --------------------------------------------------------------------------------------------------
 
 
@@ -91,6 +159,27 @@ def test_more_steps_than_the_model_has_taken(tmp_path: Path) -> None:
                 continue
             assert not verdict(folder, tmp_path / "out.pt")
             assert [n.code for n in ckptool.verify(folder).notes if n.code == "steps-differ"] == [word] * bool(word)
+
+
+@pytest.mark.parametrize("step", [float("inf"), float("nan"), 10**400])
+def test_steps_that_are_no_numbers_or_many(step: float, tmp_path: Path) -> None:
+    def change(rank: int, states: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        for state in optimizer["base_optimizer_state"]["state"].values():
+            state["step"] = torch.tensor(step) if isinstance(step, float) else step
+
+    said = verdict(write_zero(tmp_path / "in", 2, 2, change=change), tmp_path / "out.pt")
+    assert ("two checkpoints" in said) == isinstance(step, int) and "bug" not in said
+
+
+def test_a_parameter_of_another_step_in_a_universal_folder(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(ROOT / "deepspeed-universal2" / "checkpoint", tmp_path / "u"))
+    assert not verdict(folder, tmp_path / "out.pt")
+    for step in folder.rglob("step.pt"):
+        kept = step.read_bytes()
+        found = torch.load(step)
+        torch.save(found | {"param": found["param"] + 1} if isinstance(found, dict) else found + 1, step)
+        assert "the step differs" in verdict(folder, tmp_path / "out.pt"), step
+        step.write_bytes(kept)
 
 
 SAVE = """

@@ -16,13 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard
 
+import ckptool
 from tests.support.cli import Run
 from tests.support.engine_folders import FULL, bins, divided, hub, save_dcp, save_ranks, write_zero, zero_weights
 from tests.support.looped import looped
 from tests.support.part_files import accelerate_folder, saved_below, trainer_folder
+from tests.support.range_server import RangeServer
 from tests.support.ranks import save_on_two_ranks
 
 NEWER, OLDER = 20, 10  # steps
+HALVES = FULL["fc.weight"].half()
 RESOURCE_FORK = b"\0\5\26\7\0\2\0\0Mac OS X        " + bytes(60)  # how `._NAME` begins
 
 # The layouts -------------------------------------------------------------------------------------------------------
@@ -266,6 +269,14 @@ def test_a_trainers_tag_of_another_step(stage: int, gathered: bool, tmp_path: Pa
     assert done.code == 1 and " is of step 10, and trainer_state.json of step 20" in done.out
 
 
+def test_which_of_several_iterations_was_read_is_said(iteration: Path, tmp_path: Path, run: Run) -> None:
+    shutil.copytree(iteration, tmp_path / "iter_0000030")
+    torch.save({"iteration": 30}, tmp_path / "iter_0000030" / "common.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    done = run("convert", tmp_path, "-o", tmp_path / "out.pt")
+    assert "other-tags: 1 other checkpoint is beside iter_0000020, which was read: iter_0000030" in done.out
+
+
 @pytest.mark.parametrize(
     ("name", "file"),
     [("rank-files", "extra_state_world_size_2_rank_0.pt"), ("zero-2", "latest"), ("sharded", "model.safetensors")],
@@ -281,6 +292,16 @@ def test_a_link_that_leads_nowhere_does_not_end_a_scan(
     done = run("scan", tmp_path / "run", "--json")
     states = {Path(row["path"]).name: row["state"] for row in done.json["files"]}
     assert states["checkpoint-10"] == "good" and len(states) > 1, done
+
+
+def test_a_universal_folder_without_its_model_states_is_one_that_lacks_them(
+    saved: Path, tmp_path: Path, run: Run
+) -> None:
+    folder = tmp_path / "global_step20_universal"
+    shutil.copytree(saved / "universal" / str(NEWER), folder)
+    (folder / "mp_rank_00_model_states.pt").unlink()
+    assert "lacks mp_rank_00_model_states.pt" in run("verify", folder).out
+    assert run("scan", tmp_path, "--latest-good").code == 1  # no file of a parameter is a checkpoint
 
 
 @pytest.mark.parametrize("other", [1, 2])
@@ -307,6 +328,30 @@ def test_one_rank_of_llama_is_never_the_model(there: tuple[int, ...], tmp_path: 
     assert run("verify", tmp_path).code == (len(there) <= max(there))
 
 
+@pytest.mark.parametrize("name", ["tmp-checkpoint-30", "checkpoint-30.tmp", ".ipynb_checkpoints", ".cache/x"])
+def test_what_is_hidden_or_not_finished_is_not_the_latest(name: str, tmp_path: Path, run: Run) -> None:
+    trainer(tmp_path / "checkpoint-10", OLDER)
+    trainer(tmp_path / name, NEWER)
+    assert run("scan", tmp_path, "--latest-good", "-q").out.strip() == str(tmp_path / "checkpoint-10")
+
+
+def test_keys_that_are_no_strings_are_the_same_behind_a_url(tmp_path: Path) -> None:
+    state = {"model": weights(0), "optimizer": adam(3), 3: "three", "empty": {}}
+    torch.save(state, tmp_path / "in.pt")
+    ckptool.convert(tmp_path / "in.pt", tmp_path / "ours.dcp", ranks=2)
+    with RangeServer(tmp_path) as server:
+        ckptool.convert(f"{server.url}ours.dcp/", tmp_path / "out.pt")
+    assert leaves(torch.load(tmp_path / "out.pt", weights_only=True)) == leaves(state)
+
+
+def test_what_was_chosen_among_ranks_is_said_where_it_is_written(tmp_path: Path, run: Run) -> None:
+    save_ranks(tmp_path / "in", lambda rank, mesh: {"w": divided(FULL["fc.weight"], mesh, [Shard(0)]),
+        "running_mean": torch.full((2,), float(rank))})  # fmt: skip
+    for verb in (["convert"], ["cast", "--dtype", "f64"]):
+        done = run(*verb, tmp_path / "in", "-o", tmp_path / f"{verb[0]}.pt")
+        assert done.code == 0 and "replicas-differ: 1 tensor differs between ranks" in done.out + done.err
+
+
 def test_what_the_ranks_of_zero_hold_twice_is_compared(tmp_path: Path, run: Run) -> None:
     def own(rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
         states |= {"random": torch.tensor([rank], dtype=torch.uint8), "epoch": 2}
@@ -320,3 +365,16 @@ def test_what_the_ranks_of_zero_hold_twice_is_compared(tmp_path: Path, run: Run)
     for stage in (1, 2, 3):
         done = run("convert", write_zero(tmp_path / f"{stage}", stage, 2, change=older), "-o", tmp_path / "out.pt")
         assert done.code == 2 and "the loss_scaler differs" in done.err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [({}, "has no tensor in exp_avg.pt"), ({"param": None}, "has no tensor"), ({"param": HALVES}, "the type differs")],
+)
+def test_every_moment_of_a_universal_folder_is_there_and_of_one_type(
+    content: dict[str, Any], words: str, saved: Path, tmp_path: Path, run: Run
+) -> None:
+    folder = Path(shutil.copytree(saved / "universal" / str(NEWER), tmp_path / "global_step20_universal"))
+    torch.save(content, folder / "zero" / "fc.weight" / "exp_avg.pt")
+    done = run("convert", folder, "-o", tmp_path / "out.pt")
+    assert done.code == 2 and words in done.err, done

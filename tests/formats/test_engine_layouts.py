@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
 
 import ckptool
 from ckptool.errors import Conflict, Corrupt, LimitExceeded, Truncated, Unsupported
@@ -25,6 +27,7 @@ from tests.support.engine_cases import ROOT
 from tests.support.engine_folders import MOMENTS, piece_of, random_shapes, verdict, write_zero, zero_weights
 from tests.support.errors import refused, unreadable
 from tests.support.looped import looped
+from tests.support.part_files import megatron_folder
 from tests.support.processes import soon
 
 
@@ -58,6 +61,17 @@ class Stage(enum.Enum):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return getattr, (Stage, self.name)
+
+
+def by_name(rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
+    share["zero_stage"] = Stage.weights
+
+
+def test_a_stage_that_is_saved_by_its_name(tmp_path: Path) -> None:
+    """As Python 3.11.0 to 3.11.3 pickle members of an enum."""
+    folder = write_zero(tmp_path / "global_step2", 3, 2, change=by_name)
+    found = ckptool.open(folder)
+    assert all(torch.equal(found["module"][name].torch(), value) for name, value in zero_weights().items())
 
 
 def older(kind: str, rank: int, states: dict[str, Any], share: dict[str, Any]) -> None:
@@ -131,6 +145,25 @@ def run_folder(path: Path, tracker: str = "100\n") -> Path:
     return path
 
 
+def test_a_run_is_its_last_iteration_and_scan_lists_each(tmp_path: Path, run: Run) -> None:
+    folder = run_folder(tmp_path / "run")
+    shutil.copytree(ITERATION, folder / "release")
+    found = ckptool.open(folder)
+    assert found.metadata["step"] == 100 and found.source is not None and found.source.path == str(folder)
+    done = run("convert", str(folder), "-o", str(tmp_path / "a.safetensors"))
+    assert done.code == 0, done
+    assert run("diff", str(tmp_path / "a.safetensors"), str(ROOT / "megatron-torch-dist/weights.safetensors")).code == 0
+    rows = json.loads(run("scan", str(folder), "--json").out)["files"]
+    assert [Path(row["path"]).name for row in rows] == ["iter_0000100", "release"]
+    assert [row["step"] for row in rows] == [100, 100]
+    (folder / "latest_checkpointed_iteration.txt").write_text("release")
+    assert ckptool.open(folder).metadata["step"] == 100
+    shutil.rmtree(folder / "release")
+    megatron_folder(folder / "release")
+    done = run("convert", str(folder), "-o", str(tmp_path / "b.safetensors"))
+    assert done.code == 2 and f"ame one of its files: {folder / 'release' / 'mp_rank_00'};" in done.err
+
+
 @looped("tracker", ["../iter_0000100", "/etc", "iter_0000100", "-1", "", "1" * 30, "200", "release", "7" * 100])
 def test_a_tracker_that_leads_elsewhere_is_named(tracker: str, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", tracker)
@@ -180,6 +213,12 @@ def test_settings_of_the_optimizer_may_be_nested(tmp_path: Path) -> None:
     assert len(found["optimizer"]["state"]) == 4 and list(found["optimizer"]["param_groups"]) == groups
 
 
+def test_another_programs_metadata_is_not_taken_for_it(tmp_path: Path) -> None:
+    for text in ("[1]", "{", '{"sharded_backend": 1}', "[" * 5000):
+        (tmp_path / "metadata.json").write_text(text)
+        unreadable(tmp_path, ckptool.CkptoolError, "is a folder, not a checkpoint")
+
+
 # Pieces in safetensors ------------------------------------------------------------------------------------------------
 # Pieces of tensors in safetensors: put together here, and by torch, whose own way is wrong for some.
 
@@ -200,6 +239,20 @@ def write_pieces(folder: Path, *ranks: dict[str, Piece]) -> Path:
 
 ROWS = torch.arange(15.0).reshape(5, 3)
 HALVES = {"w": (ROWS[:3], (0, 0))}, {"w": (ROWS[3:].clone(), (3, 0))}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "state", [lambda w: {"emb.weight": w, "head.weight": w}, lambda w: {"w": w.t()}], ids=["tied", "not contiguous"]
+)
+def test_what_torchs_writer_refuses_is_written_here(state: Any, tmp_path: Path) -> None:
+    tensors = state(ROWS.clone())
+    with pytest.raises(CheckpointException, match=r"share memory|contiguous"):
+        dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(tmp_path / "torch")), no_dist=True)
+    torch.save(tensors, tmp_path / "in.pt")
+    ckptool.convert(tmp_path / "in.pt", tmp_path / "out", shard_size="1MB")
+    found = ckptool.load(tmp_path / "out")
+    assert all(found[name].equal(value) for name, value in tensors.items())
 
 
 def test_whole_files_stand_for_their_pieces(tmp_path: Path, run: Run) -> None:
@@ -313,6 +366,31 @@ def test_a_table_that_lies_is_refused(kind: str, tmp_path: Path) -> None:
         refused(code, tmp_path, lambda: ckptool.convert(folder, tmp_path / "out.pt"))
     assert [file.state for file in ckptool.scan(tmp_path).files] == [code]
     assert not Path("called").exists()
+
+
+def test_a_second_pickle_behind_the_table_is_ambiguous(tmp_path: Path) -> None:
+    folder = changed(tmp_path / "in", lambda table: None)
+    with (folder / "metadata.pkl").open("ab") as file:
+        file.write(pickle.dumps(Calls()))
+    refused("ambiguous", tmp_path, lambda: ckptool.open(folder))
+
+
+def test_a_file_that_ranks_share_is_read_once(tmp_path: Path) -> None:
+    told = {"file_path": "shared.pt", "serialization_format": {"type": "TorchSerialization"}}
+    item = {"rank_to_layout_info": dict.fromkeys(range(2), told)}
+    folder = changed(tmp_path / "in", lambda table: table["metadata"].update(shared=item))
+    torch.save({"w": torch.ones(2), "n": 3}, folder / "shared.pt")
+    found = ckptool.open(folder)
+    assert found["shared"]["n"] == 3 and not found.notes and found.metadata["ranks"] == 2
+
+
+def test_a_rank_of_another_run_is_named(tmp_path: Path) -> None:
+    shutil.copytree(BARE / "checkpoint", tmp_path / "in")
+    (tmp_path / "in" / "model_1.pt").unlink()
+    assert "in no file" in refused("corrupt", tmp_path, lambda: ckptool.open(tmp_path / "in")).what
+    torch.save(7, tmp_path / "in" / "epoch_1.pt")
+    shutil.copy(BARE / "checkpoint" / "model_1.pt", tmp_path / "in" / "model_1.pt")
+    assert "epoch" in refused("conflict", tmp_path, lambda: ckptool.open(tmp_path / "in")).what
 
 
 @pytest.mark.parametrize("name", ["mine_rank{}.pt", "step5-rank-{}.pth", "rank{}.bin", "a.rank_{}.pt", "w_{}.pt"])

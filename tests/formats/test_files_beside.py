@@ -103,6 +103,25 @@ def test_every_field_of_a_persistent_id_of_every_type(tmp_path: Path) -> None:
     assert found.latest is not None and found.latest.path.endswith("good.pt")
 
 
+def test_what_is_unexpected_in_one_file_is_the_row_of_that_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptool import formats
+
+    read = formats.read
+
+    def failing(path: str) -> object:
+        if "bad" in str(path):
+            raise TypeError("no number")
+        return read(path)
+
+    for title in ("bad", "good"):
+        torch.save(WEIGHTS, tmp_path / f"{title}.pt")
+    monkeypatch.setattr(formats, "read", failing)
+    found = ckptool.scan(tmp_path)
+    assert [row.state for row in found.files] == ["corrupt", "good"] and "TypeError" in found.files[0].problem
+
+
 def test_a_file_that_cannot_be_judged_is_said(tmp_path: Path) -> None:
     trainer(tmp_path)
     assert "not-judged" not in str(ckptool.inspect(tmp_path).notes)

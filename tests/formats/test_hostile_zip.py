@@ -23,6 +23,7 @@ from ckptool.formats import read, torch_zip
 from ckptool.formats.zip.directory import END, LOCAL, LOCATOR
 from ckptool.output.sink import Sink
 from ckptool.verbs.convert import convert
+from tests.support.budget import meets_budget
 from tests.support.errors import unreadable
 from tests.support.files import torch_bytes, written
 from tests.support.looped import looped
@@ -39,6 +40,7 @@ from tests.support.zips import (
     W,
     accepted,
     at,
+    bytes_by_name,
     changed,
     honest,
     python_sees,
@@ -255,6 +257,18 @@ def test_what_contradicts_itself_is_refused_as_what_it_is(
     assert "\x1b" not in str(unreadable(path, error, *filter(None, [word])))
 
 
+def test_what_the_rows_start_from_is_read(put: Put) -> None:
+    for data in (FILE, honest(), honest(zip64=True), at(FILE, END_AT + 8, b"\xff" * 12)):
+        accepted(put(data))
+    wide = struct.pack("<2H2Q", 1, 16, 12, 12)
+    accepted(put(with_entry("data/0", stored_local=FULL, size_local=FULL, extra_local=wide)))
+    for text in (b"1", b"2", b"3\n", b"4", b"10"):
+        accepted(put(changed(A, "archive/version", content=text + b" ")))
+    accepted(put(of_all(A, crc=0, crc_local=0)), "no-checksums")
+    checkpoint = read(put(Layout(())))  # `numpy.savez` writes such a file of no arrays; torch does not
+    assert checkpoint.tree == {} and checkpoint.container == "npz"
+
+
 # What other readers make of it ----------------------------------------------------------------------------------------
 
 
@@ -276,6 +290,14 @@ def test_an_edited_archive_that_is_cut_is_not_taken_for_its_old_state(tmp_path: 
 # Checksums -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_wrong_checksum_of_the_pickle_is_found_on_opening(put: Put) -> None:
+    for value in (1, zlib.crc32(RECORDS["archive/data.pkl"]) ^ 1, 0):
+        path = put(with_entry("data.pkl", crc=value, crc_local=value))
+        with pytest.raises(Corrupt, match="checksum"):
+            read(path)  # when it is opened
+        assert torch_sees(path) == EXPECTED  # torch does not look
+
+
 def test_a_wrong_checksum_of_a_storage_is_found_on_reading_it(put: Put, tmp_path: Path) -> None:
     path = put(with_entry("data/0", crc=77, crc_local=77))
     assert torch_sees(path) == EXPECTED
@@ -290,7 +312,35 @@ def test_a_wrong_checksum_of_a_storage_is_found_on_reading_it(put: Put, tmp_path
         assert not (tmp_path / out).exists()
 
 
+def test_views_of_a_damaged_storage_are_refused_too(put: Put) -> None:
+    base = torch.arange(100.0)
+    tree = {"part": base[10:12], "turned": base.view(10, 10).t(), "whole": base}
+    data = torch_bytes(tree)
+    damaged = read(put(at(data, data.index(bytes(base.numpy())) + 399, b"\xff")))
+    intact = read(put(data, "b.pt"))
+    for name, tensor in tree.items():
+        with pytest.raises(Corrupt, match="checksum"):
+            damaged.tree[name].numpy()
+        assert intact.tree[name].numpy().tolist() == tensor.tolist()
+
+
 # Compression, places -------------------------------------------------------------------------------------------------
+
+
+def test_damaged_deflated_data_is_corrupt(put: Put) -> None:
+    layout = with_entry("data/0", method=8)
+    accepted(put(layout), "deflated")
+    raw = next(entry.raw for entry in layout.entries if entry.method == 8)
+    data = layout.build()
+    place, refused_bits = data.index(raw), 0
+    for offset in range(len(raw)):
+        for bit in range(8):
+            path = put(at(data, place + offset, bytes([data[place + offset] ^ 1 << bit])))
+            try:
+                assert bytes_by_name(read(path)) == EXPECTED  # a bit of the padding at the end
+            except Corrupt:
+                refused_bits += 1
+    assert refused_bits > 8 * len(raw) - 8
 
 
 def test_overlapping_records_are_refused(put: Put) -> None:
@@ -316,6 +366,42 @@ def test_a_record_that_quotes_the_next_ones_header_is_corrupt(put: Put) -> None:
     with suppress(zipfile.BadZipFile):  # newer Pythons refuse what overlaps
         assert python_sees(data, "archive/data/9") == records
     unreadable(put(data), Corrupt, "does not fit")
+
+
+@pytest.mark.parametrize("record", ["data.pkl", "data/0", "data/1", "version"])
+def test_a_local_header_that_is_elsewhere_is_refused(record: str, put: Put) -> None:
+    data = A.build()
+    directory = struct.unpack_from("<I", data, len(data) - 6)[0]
+    for place in (len(data), len(data) + 10_000, FULL - 1, directory, directory + 4, directory - 1, len(data) - 22):
+        with pytest.raises((Corrupt, Ambiguous)) as caught:
+            bytes_by_name(read(put(with_entry(record, at=place))))
+        assert type(caught.value) is Corrupt or "before its first record" in caught.value.what
+
+
+# What is noted -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in ELSEWHERE if name.startswith(b"archive/")])
+def test_record_names_that_lead_elsewhere_are_noted(name: bytes, put: Put, tmp_path: Path) -> None:
+    path = put(with_more(Entry(name, b"evil")))
+    accepted(path, "unsafe-record-names", *["unused-record"] * name.startswith(b"archive/data/"))
+    before = sorted(tmp_path.rglob("*"))
+    convert(path, tmp_path / "b.pt")
+    assert sorted(tmp_path.rglob("*")) == [*before, tmp_path / "b.pt"]  # nothing was unpacked anywhere
+    assert torch_sees(tmp_path / "b.pt") == EXPECTED
+    meets_budget(path)
+
+
+def test_names_and_links_that_are_noted_and_those_that_are_not(put: Put) -> None:
+    for root in (b"..", b"C:"):
+        entries = tuple(replace(entry, name=entry.name.replace(b"archive", root)) for entry in A.entries)
+        accepted(put(Layout(entries)), "unsafe-record-names")
+    for name in (b"archive/data/a..b", b"archive/...", b"archive/..data", b"archive/a:b"):
+        notes = read(put(with_more(Entry(name, b"fine")))).notes
+        assert "unsafe-record-names" not in {note.code for note in notes}
+    for record in ("data/0", "data.pkl"):
+        accepted(put(with_entry(record, attributes=0o120777 << 16, made=0x031E)), "symlink-records")
+    accepted(put(with_entry("data/0", attributes=0o100644 << 16, made=0x031E)))
 
 
 # Archives of other programs are read ----------------------------------------------------------------------------------

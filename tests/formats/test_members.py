@@ -11,9 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckptool
+from ckptool.analysis.verify import verified
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
+from ckptool.checkpoint.dtypes import BY_TORCH
+from ckptool.checkpoint.files import Folder
+from ckptool.formats.pieces import Joiner, Piece
 from tests.support.cli import Run
 from tests.support.engine_cases import ROOT
 from tests.support.engine_folders import save_dcp
@@ -33,6 +39,45 @@ from tests.support.part_files import (
 def accelerate(tmp_path: Path) -> Path:
     """What accelerate's save_state wrote on two ranks, FSDP2, SHARDED_STATE_DICT."""
     return Path(shutil.copytree(ROOT / "accelerate-fsdp-sharded" / "checkpoint", tmp_path / "checkpoint_0"))
+
+
+def test_every_member_is_written(accelerate: Path, tmp_path: Path, run: Run) -> None:
+    assert run("convert", str(accelerate), "-o", str(tmp_path / "all.pt")).code == 0
+    found = torch.load(tmp_path / "all.pt", weights_only=False)
+    names = {"pytorch_model_fsdp_0", "optimizer_0", "scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
+    assert found.keys() == names
+    for name in names:
+        if name.endswith((".bin", ".pkl")):  # each rank's own
+            expected = torch.load(accelerate / name, weights_only=False)
+            assert str(found[name]) == str(expected) and found[name].keys() == expected.keys()
+    weights = load_file(ROOT / "accelerate-fsdp-sharded" / "weights.safetensors")
+    model = found["pytorch_model_fsdp_0"]["model"]
+    assert model.keys() == weights.keys() and all(model[name].equal(value) for name, value in weights.items())
+    assert set(found["optimizer_0"]["optimizer"]["state"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_who_wrote_a_folder_is_said_and_not_written(accelerate: Path, tmp_path: Path, run: Run) -> None:
+    saved_below({"note": 1}, accelerate / "custom_checkpoint_0.pkl")
+    (accelerate / "trainer_state.json").write_text('{"global_step": 2}')
+    assert "\nengine: transformers, saved by 2 ranks, step 2\n" in run("inspect", str(accelerate)).out
+    assert "(transformers, saved by 2 ranks, step 2)" in run("doctor", str(accelerate)).out
+    said = json.loads(run("inspect", str(accelerate), "--json").out)["metadata"]
+    assert said == {"engine": "transformers", "ranks": 2, "step": 2}
+    for folder, at in ((accelerate, ""), (accelerate / "pytorch_model_fsdp_0", "")):
+        out = tmp_path / f"{folder.name}.safetensors"
+        assert run("convert", f"{folder}{at}", "-o", str(out)).code == 0
+        with safe_open(out, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+    assert run("convert", str(accelerate), "-o", str(tmp_path / "hf/"), "--shard-size", "1MB").code == 0
+    assert "accelerate" not in "".join(path.read_text() for path in (tmp_path / "hf").glob("*.json"))
+
+
+def test_how_far_a_trainer_got_is_said(tmp_path: Path, run: Run) -> None:
+    save_file({"a.weight": torch.ones(2, 2), "b.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    torch.save({"state": {}, "param_groups": []}, tmp_path / "optimizer.pt")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 1200, "epoch": 1.5}')
+    for verb in ("inspect", "verify"):
+        assert "3 of 3 members are whole, saved at step 1,200: the weights," in run(verb, str(tmp_path)).out
 
 
 @pytest.mark.parametrize("models", [1, 2, 3])
@@ -145,6 +190,28 @@ def test_models_in_folders_of_their_own(tmp_path: Path, run: Run) -> None:
     assert ckptool.open(router).part is None and len(ckptool.open(router).tree) == 2
 
 
+def test_other_models_beside_the_weights_are_said_and_kept(tmp_path: Path, run: Run) -> None:
+    """Adapters with names (PEFT's `save_pretrained`), an average, as a folder or a file: those of callbacks."""
+    folder = trainer_folder(tmp_path / "run" / "checkpoint-500")
+    for name, file in (("second", "adapter_model"), ("ema", "model")):
+        (folder / name).mkdir()
+        shutil.copy(folder / "model.safetensors", folder / name / f"{file}.safetensors")
+        (folder / name / f"{'adapter_' * (name == 'second')}config.json").write_text("{}")
+    torch.save({"fc.weight": torch.ones(2)}, folder / "ema.pt")
+    (folder / "notes.pt.txt").write_text("none")
+    left = run("convert", folder, "-o", tmp_path / "w.safetensors").out.partition("weights are written: ")[2]
+    assert left.startswith("ema, ema.pt, second, optimizer.pt") and left.rstrip().endswith("and 2 more")
+    assert "not ema, ema.pt, second, optimizer.pt" in run("diff", folder, folder).out
+    assert run("convert", folder, "--all", "-o", tmp_path / "all.pt").code == 0
+    assert {"model.safetensors", "ema", "second", "optimizer.pt", "ema.pt"} <= ckptool.open(tmp_path / "all.pt").keys()
+    rows = sorted(row.path for row in ckptool.scan(tmp_path / "run").files)
+    assert rows == [str(folder / name) for name in ("", "ema", "ema.pt", "second")]
+    trainer_folder(tmp_path / "run")  # what is saved at the end, beside the checkpoints
+    shutil.copytree(folder / "ema", tmp_path / "run" / "best")
+    left = run("convert", tmp_path / "run", "-o", tmp_path / "w2.safetensors").out.partition("weights are written: ")[2]
+    assert left.startswith("best, optimizer.pt") and "checkpoint-500" not in left
+
+
 # Do they belong together? ---------------------------------------------------------------------------------------------
 
 
@@ -193,6 +260,19 @@ def test_replicas_without_checksums_are_compared(tmp_path: Path, run: Run) -> No
     assert not (tmp_path / "out.safetensors").exists()
 
 
+def test_each_tensor_whose_replicas_differ_is_a_problem() -> None:
+    def block(value: int) -> TensorEntry:
+        return TensorEntry(Storage(InlineBytes(bytes([value] * 4))), BY_TORCH["uint8"], (4,), (1,))
+
+    joiner = Joiner(Folder("."), "x")
+    tree = {
+        "same": joiner.tensor("same", (4,), BY_TORCH["uint8"], [Piece(block(1), (0,)), Piece(block(1), (0,))]),
+        "not": joiner.tensor("not", (4,), BY_TORCH["uint8"], [Piece(block(1), (0,)), Piece(block(2), (0,))]),
+    }
+    (problem,) = verified(Checkpoint(tree, "folder"))[0].problems
+    assert (problem.code, problem.tensors) == ("conflict", ("not",))
+
+
 @pytest.mark.parametrize("name", ["..", ".", "../other", "/etc", "unet/../../other"])
 def test_tables_that_lead_elsewhere_are_not_followed(name: str, tmp_path: Path) -> None:
     pipeline_folder(tmp_path / "other")
@@ -209,6 +289,9 @@ def test_tables_that_lead_elsewhere_are_not_followed(name: str, tmp_path: Path) 
 
 
 # Training state beside weights ----------------------------------------------------------------------------------------
+
+
+BESIDE = ["optimizer", "train_state", "lr_scheduler", "dataloader"]
 
 
 @pytest.fixture
@@ -229,6 +312,32 @@ def folder(weights: dict[str, torch.Tensor], tmp_path: Path) -> Path:
     }
     save_dcp({**weights, **training}, tmp_path / "step-2")
     return tmp_path / "step-2"
+
+
+def test_each_part_is_shown_with_its_own_tensors(folder: Path, run: Run) -> None:
+    shown = run("inspect", str(folder), "--depth", "0").out
+    assert "model weights: 2 tensors" in shown
+    assert "Adam state for 2 parameters (lr 0.1): 4 tensors" in shown
+    assert all(name in shown for name in BESIDE)
+
+
+def test_the_mean_is_of_the_weights_alone(folder: Path, weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    done = ckptool.average([folder, folder], tmp_path / "mean.safetensors")
+    assert done.facts["left_behind"] == BESIDE and done.facts["kept"] == {}
+    found = load_file(tmp_path / "mean.safetensors")
+    assert found.keys() == weights.keys() and all(found[name].equal(weights[name]) for name in weights)
+
+
+def test_what_keeps_a_folder_from_being_its_model_is_named(tmp_path: Path) -> None:
+    """Without modules.json, sentence-transformers pools as it likes: other embeddings, and no error."""
+    folder = sentence_folder(tmp_path / "st")
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    text = str(ckptool.cast(folder, f"{tmp_path / 'half'}/", dtype="bf16"))
+    assert "left out: modules.json (other modules" in text and "2_Dense" in text
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    ckptool.cast(copied / "model.safetensors", in_place=True, dtype="bf16")
+    assert load_file(copied / "model.safetensors")["embeddings.weight"].dtype is torch.bfloat16
+    assert ckptool.verify(copied).fine
 
 
 def test_a_module_that_saves_no_file_is_not_missed(tmp_path: Path) -> None:
@@ -271,3 +380,12 @@ def test_links_that_lead_out_of_a_folder_are_named(tmp_path: Path) -> None:
     shutil.copytree(hub / "mine", tmp_path / "copy")
     (tmp_path / "copy" / "model-2.safetensors").symlink_to("model-1-of-1.safetensors")
     assert not ckptool.verify(tmp_path / "copy").notes
+
+
+@pytest.mark.parametrize("form", ["names", "ids", "flat"])
+def test_an_optimizer_beside_the_weights_is_told_with_what_names_it(form: str, tmp_path: Path, run: Run) -> None:
+    folder, out = ROOT / "accelerate-plain" / "checkpoint", tmp_path / "out.pt"
+    told = run("convert", folder, "--optimizer-as", form, "-o", out).err.rpartition(": ckptool ")[2]
+    assert f"--optimizer-as {form}" in told and ("--against MODEL" in told) == (form != "ids")
+    placeholders = {"OUT": str(out), "MODEL": str(folder.parent / "model.spec.json")}
+    assert run(*(placeholders.get(word, word) for word in shlex.split(told))).code == 0 and out.exists()

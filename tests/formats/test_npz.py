@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import struct
+import warnings
 import zipfile
 import zlib
 from pathlib import Path
@@ -28,6 +29,7 @@ from ckptool.errors import (
     Truncated,
     UnsafeObject,
     Unsupported,
+    UsageError,
 )
 from ckptool.formats import npy, npz, read
 from ckptool.formats.npy import ALIGNMENT, spelled
@@ -35,7 +37,7 @@ from ckptool.pickles.plain import plain
 from fixtures.traps import TRAPS
 from tests.formats import contract
 from tests.support.errors import refused
-from tests.support.files import carry_out, saved, written
+from tests.support.files import carry_out, saved, weights, written
 from tests.support.looped import looped
 from tests.support.processes import is_quick
 from tests.support.zip_mutants import around, lie
@@ -62,6 +64,14 @@ def test_every_tensor_has_the_checksum_of_its_own_bytes(how: str, tmp_path: Path
         if storage.crc is None:  # turned: what it is made of has one
             (storage,) = storage.data.inputs
         assert storage.crc == zlib.crc32(storage.data.read(0, storage.nbytes))
+
+
+def test_positional_arrays_and_nothing_at_all(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", np.arange(3), np.arange(4))
+    assert list(read(tmp_path / "a.npz").tree) == ["arr_0", "arr_1"]
+    np.savez(tmp_path / "b.npz")
+    assert read(tmp_path / "b.npz").tree == {}
+    assert "no tensors" in str(ckptool.inspect(tmp_path / "b.npz"))
 
 
 @each_saver
@@ -107,6 +117,13 @@ def test_arrays_of_objects_are_left_out_noted_and_may_run_anything(tmp_path: Pat
     assert list(read(tmp_path / "a.safetensors").tree) == ["w"]
     (way,) = [command for each in ckptool.doctor(file).findings for command in each.commands]
     assert "--weights-only" in way  # which leaves out the call, so that it runs as it stands
+
+
+def test_a_record_that_is_no_array_is_refused_by_name(tmp_path: Path) -> None:
+    file = numpy_file(tmp_path / "a.npz", "stored", w=np.ones(2))
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("readme.txt", "hello, this is no array")
+    refused(Corrupt, tmp_path, lambda: read(file), r"readme\.txt: no numpy array")
 
 
 def test_readers_agree_about_mutated_archives_with_arrays(tmp_path: Path) -> None:
@@ -164,6 +181,14 @@ def test_every_trap_is_written_bit_for_bit_or_refused_by_name(name: str, tmp_pat
         assert same_bits(entry.numpy(), expected) and same_bits(checkpoint.tree[key].numpy(), expected), key
 
 
+def test_the_same_tree_is_the_same_bytes_and_numpys_words(tmp_path: Path) -> None:
+    ckptool.save({"w": np.ones(3, "<f4"), "b": np.ones(3, "u1")}, tmp_path / "w.npz")
+    assert all(word in (tmp_path / "w.npz").read_bytes() for word in (b"'descr': '<f4'", b"'descr': '|u1'"))
+    ckptool.save(sample_arrays(), tmp_path / "a.npz")
+    ckptool.save(sample_arrays(), tmp_path / "b.npz")
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("tree", "named"),
     [
@@ -185,6 +210,27 @@ def test_what_cannot_be_kept_is_refused_by_name(tree: Any, named: str, tmp_path:
     assert named in error.what and error.fix
 
 
+def test_damage_to_the_input_is_noticed_while_it_is_written(tmp_path: Path) -> None:
+    file = saved({"w": torch.arange(100_000.0), "v": torch.arange(10.0).reshape(2, 5).t()}, tmp_path / "a.pt")
+    checkpoint = read(file)
+    place = checkpoint.tree["w"].storage.data.offset
+    for damaged in (place + 5, checkpoint.tree["v"].storage.data.offset + 1):
+        data = bytearray(file.read_bytes())
+        data[damaged] ^= 1
+        copy = written(bytes(data), tmp_path / "b.pt")
+        with pytest.raises(Corrupt, match="checksum"):
+            ckptool.convert(copy, tmp_path / "out.npz")
+        assert not (tmp_path / "out.npz").exists()
+
+
+# Converting ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_is_for_safetensors(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="all=True writes safetensors, not npz"):
+        ckptool.convert(saved(weights("a.weight"), tmp_path / "a.pt"), tmp_path / "a.npz", all=True)
+
+
 # Archives that contradict themselves or ask for much ------------------------------------------------------------------
 
 
@@ -199,6 +245,13 @@ def test_names_that_numpy_takes_for_one(tmp_path: Path) -> None:
     refused(Ambiguous, tmp_path, lambda: read(file), "has the records")
     np.savez(tmp_path / "b.npz", **{"a": np.ones(1), "a.npy": np.zeros(1)})
     refused(Ambiguous, tmp_path, lambda: read(tmp_path / "b.npz"), "has the records")
+
+
+def test_arrays_beside_a_checkpoint_are_ambiguous(tmp_path: Path) -> None:
+    file = numpy_file(tmp_path / "a.npz", "stored", a=np.ones(1))
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}q\0.")
+    refused(Ambiguous, tmp_path, lambda: read(file), r"beside archive/data\.pkl")
 
 
 @pytest.mark.parametrize("kind", ["many headers", "many texts"])
@@ -218,6 +271,14 @@ def test_small_files_that_ask_for_much_are_read_within_the_budget(kind: str, tmp
         assert len(read(file).tree) == 3_000
 
     assert is_quick(work, 1.5)
+
+
+def test_a_storage_that_stands_for_much_is_not_loaded(tmp_path: Path) -> None:
+    """Fifty zeros of a deflated gigabyte are fifty zeros."""
+    file = numpy_file(tmp_path / "a.npz", "deflated", a=np.zeros(1 << 24))
+    assert file.stat().st_size < 1 << 18
+    entry = read(file).tree["a"]
+    assert ckptool.show(file, at="a", slice=":3").values.tolist() == [0, 0, 0] and entry.nbytes == 1 << 27
 
 
 # One array ------------------------------------------------------------------------------------------------------------
@@ -265,6 +326,21 @@ def test_numbers_bit_for_bit(code: str, order: str, tmp_path: Path) -> None:
     assert found.tobytes() == native.tobytes() == entry.bytes()
 
 
+def test_special_values_keep_their_bits(tmp_path: Path) -> None:
+    bits = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F800001, 0xFF800000], dtype="u4")
+    for given in (bits.view("<f4"), bits.byteswap().view(">f4")):
+        assert read(npy_file(given, tmp_path / "a.npy")).tree.bytes() == bits.tobytes()
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_every_version_of_the_header(version: tuple[int, int], tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy says that older readers know no version 2
+        np.lib.format.write_array(buffer, np.arange(5), version=version)
+    assert tree_of(buffer.getvalue(), tmp_path).numpy().tolist() == [0, 1, 2, 3, 4]
+
+
 # What is no tensor ---------------------------------------------------------------------------------------------------
 
 OTHERS = {
@@ -306,6 +382,16 @@ def random_dtype(random: Random, depth: int = 0) -> Any:
     return [(f"f{n}", random_dtype(random, depth + 1), random.choice(shapes)) for n in range(random.randint(1, 3))]
 
 
+def test_of_what_numpy_writes_nothing_is_said_to_be_none_of_its_own(tmp_path: Path) -> None:
+    for seed in range(300):
+        kind = np.dtype(random_dtype(random := Random(seed)), align=random.random() < 0.3)
+        file = npy_file(np.zeros(2, kind), tmp_path / "a.npy")
+        try:
+            assert read(file).container == "npy"
+        except Unsupported as error:
+            assert "a numpy type of nested arrays" in str(error), kind
+
+
 def test_an_array_of_objects_is_refused_and_nothing_is_called(tmp_path: Path) -> None:
     class Marker:
         def __reduce__(self) -> Any:
@@ -316,6 +402,18 @@ def test_an_array_of_objects_is_refused_and_nothing_is_called(tmp_path: Path) ->
 
 
 # Hostile -------------------------------------------------------------------------------------------------------------
+
+
+DESCRS = """'<f16' '<c32' 'f3' '>' '' '|O8' '<M8[xx]' '<U999999999999' 'V' 'float32' 'numpy.float32' 7 None {} ()
+[('a','<f4',(2,))] [(('title','a'),'<f4')] [('a','<f4'),('a','<f4')] [['a','<f4']] [(1,'<f4')]""".split()
+
+
+@looped("descr", [*DESCRS, "'" + "<f4," * 1000 + "'", "[('a', " * 14 + "'<f4'" + ")]" * 14])
+def test_dtypes_that_are_not_read_are_refused_by_name(descr: str, tmp_path: Path) -> None:
+    data = header(f"{{'descr': {descr}, 'fortran_order': False, 'shape': (1,), }}\n", bytes(8))
+    with pytest.raises((Unsupported, Ambiguous, Corrupt, LimitExceeded, Truncated)) as caught:
+        tree_of(data, tmp_path)
+    assert caught.value.what.startswith(str(tmp_path)) and len(caught.value.what) < 400
 
 
 def said(shape: str, descr: str = "'<f4'", fortran: object = False, more: str = "") -> str:

@@ -3,6 +3,7 @@ are given twice: the last value counts, as in Python."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -14,13 +15,15 @@ import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 
 import ckptool
+from ckptool.checkpoint import InlineBytes
+from ckptool.checkpoint.files import Source
 from ckptool.errors import (
     Ambiguous,
     CkptoolError,
@@ -32,7 +35,7 @@ from ckptool.errors import (
     Unsupported,
 )
 from ckptool.formats.nested_streams import BUILDERS
-from ckptool.pickles.decode import REPEATED_KEY, decode, no_storage
+from ckptool.pickles.decode import REPEATED_KEY, decode, no_storage, reaches_a_call
 from tests.support.cli import Run
 from tests.support.errors import unreadable
 from tests.support.looped import looped
@@ -199,6 +202,32 @@ def in_tar(path: Path, files: dict[str, bytes], mode: Any = "w") -> Path:
     return path
 
 
+POLICY = {
+    "data": b'{"n_steps": 8, "policy_class": {":type:": "x", ":serialized:": "gAWVOwAAAA=="}}',
+    "policy.pth": saved(WEIGHTS),
+    "policy.optimizer.pth": saved({"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}),
+    "pytorch_variables.pth": saved({}),
+    "system_info.txt": b"- OS: Linux",
+}
+
+
+def test_a_policy_is_one_checkpoint_of_its_files(tmp_path: Path, run: Run) -> None:
+    path = zipped(tmp_path / "policy.zip", POLICY)
+    found = ckptool.open(path)
+    assert list(found) == list(POLICY) and found.container == "archive"
+    assert found["data"]["n_steps"] == 8 and found["system_info.txt"] == "- OS: Linux"
+    assert "embedded-pickles" in [note.code for note in found.notes]
+    for address, out in (("#policy.pth", "a.pt"), ("", "a.safetensors"), ("#policy.pth", "b.safetensors")):
+        done = run("convert", f"{path}{address}", "-o", str(tmp_path / out))
+        assert done.code == 0, done
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert all(torch.equal(loaded[name], value) for name, value in WEIGHTS.items())
+    assert run("diff", str(tmp_path / "a.safetensors"), str(tmp_path / "a.pt")).code == 0
+    assert run("show", f"{path}#policy.pth/fc.bias").code == 0
+    for verb in ("inspect", "verify", "doctor", "scan"):
+        assert run(verb, str(path)).code == 0, verb
+
+
 def test_files_in_folders_have_addresses(tmp_path: Path, run: Run) -> None:
     path = zipped(
         tmp_path / "run.zip", {"a/b/model.pth": saved(WEIGHTS), "a/notes.txt": b"x", "a/image.png": b"\x89\0"}
@@ -219,6 +248,15 @@ def test_older_files_and_safetensors_are_read_in_place(tmp_path: Path) -> None:
         assert state["fc.weight"].bytes() == WEIGHTS["fc.weight"].numpy().tobytes()
 
 
+def test_damage_to_a_file_inside_is_noticed(tmp_path: Path, run: Run) -> None:
+    path = zipped(tmp_path / "policy.zip", POLICY)
+    data = bytearray(path.read_bytes())
+    data[data.index(WEIGHTS["fc.weight"].numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(data)
+    done = run("verify", str(path))
+    assert done.code == 1 and "fc.weight" in done.out, done
+
+
 @pytest.mark.parametrize("mode", ["w:", "w:gz"])
 def test_a_nemo_file(tmp_path: Path, run: Run, mode: str) -> None:
     files = {"./model_config.yaml": b"a: 1\n", "./model_weights.ckpt": saved(WEIGHTS)}
@@ -234,6 +272,11 @@ def test_a_nemo_file(tmp_path: Path, run: Run, mode: str) -> None:
     assert [Path(row["path"]).name for row in rows] == ["a.safetensors", "model.nemo"]
     path.write_bytes(path.read_bytes() + b"more" * 128)
     unreadable(path, Ambiguous, "after its end")
+
+
+def test_a_folder_of_dcp_inside_is_said(tmp_path: Path) -> None:
+    path = in_tar(tmp_path / "m.nemo", {"./model_weights/__0_0.distcp": b"x", "./model_weights/.metadata": b"y"}, "w:")
+    unreadable(path, Unsupported, "a folder of torch.distributed", "tar xkf")
 
 
 def test_links_in_a_tar_are_said(tmp_path: Path) -> None:
@@ -280,6 +323,11 @@ def test_a_zip_that_could_be_read_in_two_ways_is_refused(
     tmp_path: Path, names: list[str], kind: type[CkptoolError]
 ) -> None:
     unreadable(hostile_zip(tmp_path / "h.zip", names), kind)
+
+
+def test_nothing_is_inflated(tmp_path: Path) -> None:
+    path = zipped(tmp_path / "b.zip", {"policy.pth": bytes(64 << 20)}, zipfile.ZIP_DEFLATED)
+    unreadable(path, Unsupported, "policy.pth is compressed", "unzip")
 
 
 def test_a_file_that_is_cut_or_none_is_named_with_its_place(tmp_path: Path) -> None:
@@ -346,3 +394,55 @@ def test_what_torch_runs_is_said(tmp_path: Path, run: Run) -> None:
         with pytest.raises(CkptoolError):
             ckptool.convert(path, tmp_path / "out.safetensors")
         assert not mark.exists()
+
+
+def test_beside_weights_they_are_seen_whatever_they_are_called(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    for path, _, _ in disguised(tmp_path, random.Random(5)):
+        if path.suffix == ".dat":
+            found = ckptool.scan(tmp_path)
+            (row,) = [row for row in found.files if row.path.endswith(path.name)]
+            assert row.state != "good", row
+        path.unlink()
+    (Path("/tmp") / f"ckptool-{os.getpid()}").rmdir()
+
+
+class Caller(pickle.Unpickler):
+    """Python's own machine; what a program names is found, and calling it is kept."""
+
+    called = False
+
+    def find_class(self, module: str, name: str) -> Any:
+        def call(*_: Any, **__: Any) -> None:
+            self.called = True
+
+        return type("Named", (), {"__new__": call, "__setstate__": call})
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None
+
+
+class InMemory(InlineBytes):
+    """A file's bytes, of its size."""
+
+    size = InlineBytes.length
+
+
+PARTS = (*VALUES, b"cos\nsystem\n", b"\x8c\2os\x8c\6system\x93", b"(ios\nsystem\n", b"\x85", b"\x94", b"q\0", b"h\0",
+         b"\x8f", b"\x90", b"\x81", b"\x92", *(bytes([each]) for each in b"()Rob}suea02tQ"))  # fmt: skip
+
+
+def test_a_call_that_pickle_makes_is_reached(tmp_path: Path) -> None:
+    """Random programs, some with random bytes in them: none is walked without an end, and no call is overlooked."""
+    dice, calls = random.Random(6), 0
+    for _ in range(4000):
+        parts = dice.choices(PARTS, k=dice.randrange(1, 14))
+        if dice.random() < 0.3:
+            parts.insert(dice.randrange(len(parts)), dice.randbytes(dice.randrange(1, 4)))
+        program = b"".join(parts) + b"."
+        machine = Caller(io.BytesIO(program))
+        with contextlib.suppress(Exception):
+            machine.load()
+        calls += machine.called
+        assert reaches_a_call(cast(Source, InMemory(program))) >= machine.called, program
+    assert calls > 100

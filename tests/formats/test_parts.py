@@ -12,15 +12,18 @@ import torch
 from safetensors.torch import save_file
 
 import ckptool
+from ckptool.commands import VERBS
 from ckptool.errors import OnlyAPart
 from tests.support.cli import Run
 from tests.support.engine_folders import write_zero
 from tests.support.files import contents, saved
+from tests.support.looped import looped
 from tests.support.part_files import (
     DISTRIBUTED,
     FOLDERS,
     MADE,
     NOT_JOINED,
+    accelerate_folder,
     megatron_folder,
     pipeline_folder,
     random_weights,
@@ -29,6 +32,7 @@ from tests.support.part_files import (
     saved_by_two_ranks,
     sharded_folder,
     trainer_folder,
+    ungathered,
 )
 
 
@@ -161,6 +165,14 @@ def test_a_rank_is_known_by_the_file_of_another(program: str, damaged: int | Non
     assert run("scan", str(tmp_path / names[0].relative_to(tmp_path).parts[0]), "--latest-good").code == 1
 
 
+def test_files_beside_ranks_are_no_obstacle(tmp_path: Path) -> None:
+    for rank in range(2):
+        saved_below(random_weights("a.weight"), tmp_path / f"b_rank{rank}.pt")
+    saved_below(random_weights("a.weight"), tmp_path / "a_rank0-of-4.pt")
+    saved_below(random_weights("a.weight"), tmp_path / f"b_rank{'1' * 200}.pt")
+    assert ckptool.open(tmp_path / "b_rank1.pt").part.label == "rank 1 of 2"
+
+
 def test_placeholders_are_never_written_as_weights(tmp_path: Path) -> None:
     states = write_zero(tmp_path / "zero", 3, 2) / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     for out in ("out.safetensors", "out.pt", "out.npz"):
@@ -212,6 +224,32 @@ def test_weights_on_the_meta_device_have_no_values(kind: str, nested: bool, tmp_
         assert [fact.target for fact in report.loaded] == ["0.weight", "0.bias"]
 
 
+def test_a_cut_file_of_placeholders_is_not_recovered_as_weights(tmp_path: Path) -> None:
+    path = ungathered(tmp_path)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(OnlyAPart, match="have no values"):
+        ckptool.recover(path, tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
+    ckptool.recover(path, tmp_path / "out.pt")
+    assert ckptool.open(tmp_path / "out.pt").part.label == "weights without values"
+
+
+@looped("kind", KINDS)
+def test_doctor_advises_nothing_that_refuses_a_part(kind: str, ranks: Path, tmp_path: Path) -> None:
+    saved(random_weights("other.weight"), target := tmp_path / "other.pt")
+    (folder := tmp_path / "part").mkdir()
+    advice = [finding.advice for finding in ckptool.doctor(made(kind, folder, ranks)[0], against=target).findings]
+    assert not [each for each in advice if "ckptool.load(" in each or "warm-start" in each]
+
+
+def test_every_command_is_judged() -> None:
+    tried = {verb for verb, _ in (*LOOKS, *TAKES, *CHANGES)} | {"diff", "recover", "doctor"}
+    of_runs = {"train", "resume", "eval", "prove", "prune", "plot"}
+    looks = {"browse"}  # as `inspect` does
+    judged = {name for name, verb in VERBS.items() if verb.group != "setup"}
+    assert judged - tried - looks == of_runs, "a new command: does it look at parts, take them, or change them?"
+
+
 def copies_of_ranks(folder: Path) -> Path:
     """Files of ranks that have one model, and running means, random states and shares of an optimizer of their own."""
     weights = random_weights("a.weight", "a.bias")
@@ -251,6 +289,10 @@ def test_whole_checkpoints_are_not_called_parts(kind: str, tmp_path: Path) -> No
     path = HEALTHY[kind](tmp_path)
     assert ckptool.open(path).part is None
     assert ckptool.inspect(path).part is None
+
+
+def test_a_replica_is_whole(ranks: Path) -> None:
+    assert ckptool.open(ranks / "replica_rank0.pt").part is None
 
 
 # Folders of several files ---------------------------------------------------------------------------------------------
@@ -306,6 +348,32 @@ def test_weights_of_a_whole_folder_are_converted_as_ever(tmp_path: Path, run: Ca
     assert run("convert", str(folder / "model.safetensors"), "-o", str(tmp_path / "y.safetensors")).code == 0
 
 
+def test_what_lies_beside_weights_is_never_the_latest_good(tmp_path: Path, run: Callable[..., object]) -> None:
+    whole = trainer_folder(tmp_path / "whole")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        shutil.move(whole / name, tmp_path / name)
+    shutil.rmtree(whole)
+    shutil.move(accelerate_folder(tmp_path / "other") / "random_states_0.pkl", tmp_path / "random_states_0.pkl")
+    shutil.rmtree(tmp_path / "other")
+    found = run("scan", str(tmp_path), "--latest-good", "-q")
+    assert (found.code, found.out) == (1, "")
+    saved_below(random_weights("fc.weight"), tmp_path / "model.pt")
+    saved_below({"_snapshot": {}}, tmp_path / "data.pt")  # of a data loader; newer
+    assert run("scan", str(tmp_path), "--latest-good", "-q").out == f"{tmp_path / 'model.pt'}\n"
+
+
+def test_tables_of_ranks_are_one_and_pieces_are_not_called_damaged(
+    ranks: Path, tmp_path: Path, run: Callable[..., object]
+) -> None:
+    for verb in ("inspect", "verify", "convert"):
+        found = run(verb, str(ranks / "tables"), *(("-o", str(tmp_path / "out.pt")) if verb == "convert" else ()))
+        assert found.code == 0, found
+    assert run("inspect", str(ranks / "pieces")).code == run("verify", str(ranks / "pieces")).code == 0
+    assert ckptool.open(ranks / "pieces").part is None
+    piece = next((ranks / "pieces").glob("shard-00002-*"))
+    assert ckptool.open(piece).part.label == "rank 1 of 2"
+
+
 def test_folders_that_lead_back_to_themselves_end(tmp_path: Path, run: Callable[..., object]) -> None:
     folder = tmp_path / "loop"
     pipeline_folder(folder)
@@ -316,3 +384,28 @@ def test_folders_that_lead_back_to_themselves_end(tmp_path: Path, run: Callable[
         assert run(verb, str(folder)).code in (0, 1, 2)
     found = run("inspect", str(folder))
     assert "1 of 2 members" in found.out and "unet" in found.out
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin", "state_world_size_2_rank_0.pt"]
+)
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("as_zip", [False, True])
+def test_every_command_that_inspect_prints_of_a_part_runs(
+    name: str, indexed: bool, as_zip: bool, tmp_path: Path, run: Run
+) -> None:
+    """Old shards have no checksums, slices in them drag their storages along, names have prefixes, places are of a
+    GPU."""
+    weights = {f"module.l{n}.weight": torch.zeros(600_000)[:2] for n in range(2)}
+    for file in (tmp_path / name, tmp_path / name.replace("00001", "00002").replace("rank_0", "rank_1")):
+        torch.save(weights, file, _use_new_zipfile_serialization=as_zip)
+        data = file.read_bytes()
+        file.write_bytes(data.replace(b"X\3\0\0\0cpu", b"X\6\0\0\0cuda:0") if not as_zip else data)
+    if indexed:
+        index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
+        (tmp_path / "x.bin.index.json").write_text(json.dumps(index))
+    printed = [note.fix for note in ckptool.inspect(tmp_path / name).notes if note.fix]
+    assert printed or name != "x.bin" or indexed
+    for fix in printed:
+        words = fix.with_words({"FILE": str(tmp_path / name), "OUT": str(tmp_path / "out.pt")})
+        assert run(*words[1:], *(["-f"] if fix.writes else [])).code == 0, str(words)

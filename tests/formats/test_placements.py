@@ -16,7 +16,7 @@ from ckptool.checkpoint.dtypes import BY_TORCH
 from ckptool.checkpoint.files import Folder
 from ckptool.errors import LimitExceeded, Unsupported
 from ckptool.formats.pieces import Joiner, covers
-from ckptool.formats.placements import Axis, Mesh, blocks, runs_of
+from ckptool.formats.placements import Axis, Mesh, blocks, encoded_order, runs_of
 from tests.support.looped import looped
 
 I64 = BY_TORCH["int64"]
@@ -74,6 +74,31 @@ def test_any_mesh_and_placements_give_the_places_that_torch_gives(seed: int) -> 
         chunks += found
     whole = Joiner(Folder("."), "folder").tensor("weight", shape, I64, chunks)
     assert whole.bytes() == full.numpy().tobytes()
+
+
+def indices(runs: list[list[tuple[int, int]]]) -> list[int]:
+    return [first + n for first, length in runs[0] for n in range(length)]
+
+
+@looped("rows", [*range(1, 41), 97])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 2), (3, 2), (2, 4), (4, 3)])
+def test_rows_that_do_not_divide_are_where_fsdp_beside_tensor_parallelism_puts_them(
+    rows: int, dp: int, tp: int
+) -> None:
+    """Tensor parallelism divides first, and FSDP what is left; the placements say so by a strided shard."""
+    full, axes = torch.arange(rows), ((0, tp), (0, 1))
+    encoded = encoded_order(axes, (dp, tp))
+    assert encoded == (((0, 1), (0, 1)), {0: (1, 0)})
+    readings: list[list[bool]] = []
+    for i, j in product(range(dp), range(tp)):
+        column = Shard(0)._split_tensor(full, tp, with_padding=False)[0][j]
+        local = Shard(0)._split_tensor(column, dp, with_padding=False)[0][i]
+        mesh = Mesh((dp, tp), (), (i, j))
+        assert indices(runs_of((rows,), mesh, *encoded)) == local.tolist()
+        left_to_right = indices(runs_of((rows,), mesh, axes, {}))
+        readings.append([len(left_to_right) == len(local), left_to_right == local.tolist()])
+    fits, same = zip(*readings, strict=True)
+    assert all(same) or not all(fits)  # else nobody could tell which is meant
 
 
 def test_a_split_into_very_many_pieces_is_refused() -> None:

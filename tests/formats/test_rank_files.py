@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +23,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptool
-from ckptool.errors import CkptoolError
+from ckptool.errors import CkptoolError, Unsupported
 from tests.support.cli import Run
 from tests.support.engine_folders import FULL, divided, model, optimizer, save_ranks
 from tests.support.errors import refused
 from tests.support.looped import looped
 from tests.support.ranks import save_on_two_ranks
+
+FULL_GRID = torch.arange(8 * 6 * 3).reshape(8, 6, 3)
 
 
 def loaded(folder: Path, out: Path, **options: Any) -> Any:
@@ -59,6 +62,35 @@ def test_ranks_are_one_checkpoint_of_their_sets(tmp_path: Path, run: Run) -> Non
         assert extra["epoch"] == 2 and extra["seed"] == rank and extra["rng"].tolist() == [rank] * 8
     assert run("verify", str(folder)).code == 0
     assert [file.path for file in ckptool.scan(tmp_path).files if file.path.endswith("actor")] == [str(folder)]
+
+
+def test_a_mesh_that_was_cut_from_another(tmp_path: Path) -> None:
+    """Tensor parallelism alone: the ranks of the other axis have replicas, and do not say so."""
+    rows = torch.arange(10)
+    folder = save_ranks(tmp_path / "in", lambda rank, mesh: {"w": divided(rows, mesh["axis1"], [Shard(0)])}, (2, 3))
+    assert loaded(folder, tmp_path / "out.pt")["model"]["w"].equal(rows)
+
+
+def test_replicas_that_differ_are_never_written(tmp_path: Path, run: Run) -> None:
+    def make(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"w": divided(FULL_GRID + (rank == 3), mesh, [Replicate(), Shard(0)])}
+
+    folder = save_ranks(tmp_path / "in", make, (2, 2))
+    done = run("convert", str(folder), "-o", str(tmp_path / "out.pt"))
+    assert done.code == 2 and "rank 1 and rank 3" in done.err and not (tmp_path / "out.pt").exists()
+
+
+def test_an_optimizer_that_does_not_say_how_it_is_divided_stays_with_its_ranks(tmp_path: Path) -> None:
+    def flat(rank: int, mesh: DeviceMesh) -> dict[str, Any]:
+        return {"state": {0: {"exp_avg": torch.full((11,), float(rank))}}, "param_groups": []}
+
+    folder = save_ranks(tmp_path / "in", model)
+    save_ranks(folder, flat, name="optim")
+    found = ckptool.open(folder)
+    assert [note.code for note in found.notes] == ["not-joined"]
+    assert list(found.tree["optim"]) == ["rank 0", "rank 1"]
+    assert loaded(folder, tmp_path / "out.pt")["optim"]["rank 1"]["state"][0]["exp_avg"].tolist() == [1.0] * 11
+    assert len(loaded(folder, tmp_path / "model.pt", at="model")) == 4
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -106,6 +138,9 @@ def test_any_model_on_any_mesh(seed: int, tmp_path: Path) -> None:
 
 
 # Folders that are damaged, mixed or lie -------------------------------------------------------------------------------
+
+
+NAME = "model_world_size_2_rank_{}.pt"
 
 
 class Calls:
@@ -363,3 +398,14 @@ def test_against_is_about_flat_parameters_alone(saved: Path, tmp_path: Path, run
     for file in (model, saved / "weights.pt"):
         done = run("convert", str(file), "--against", str(saved / "model.json"), "-o", str(tmp_path / "out.pt"))
         assert done.code == 2 and "--against" in done.err
+
+
+def test_a_model_takes_nothing_apart_in_a_folder_without_ranks(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, model := tmp_path / "m.pt")
+    for name in ("", "b.pt", "model.safetensors", "x.txt"):
+        folder = tmp_path / f"of {name}"
+        folder.mkdir()
+        if name:
+            shutil.copy(model, folder / name)
+        with pytest.raises(Unsupported, match="has no flat parameters"):
+            ckptool.convert(folder, tmp_path / "out.pt", against=model)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import base64
+import gc
 import io
 import itertools
 import json
+import os
 import subprocess
 import tarfile
 import warnings
+import weakref
 import zipfile
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,11 @@ import safetensors.torch
 import torch
 
 import ckptool
+from ckptool.checkpoint import Checkpoint, Computed, Storage, TensorEntry
+from ckptool.checkpoint.blocks import Deferred
+from ckptool.checkpoint.dtypes import by_name
 from ckptool.errors import CkptoolError, Corrupt, NotACheckpoint, Truncated, Unsupported
-from ckptool.formats import FORMATS, Format, read
+from ckptool.formats import FORMATS, WRITERS, Format, read
 from ckptool.formats.unrecognized import OtherProgram
 from fixtures import make_old
 from tests.support.cli import Run
@@ -43,6 +50,33 @@ def test_a_line_agrees_with_its_module(container: Format) -> None:
     assert callable(code.read) and (is_another or is_asked or not hasattr(code, "detect"))
     assert container.writable == hasattr(code, "write") and container.appendable == hasattr(code, "append")
     assert bool(container.suffixes) <= container.writable
+
+
+class Zeros:
+    """The bytes of a tensor, to which a weak reference can be had."""
+
+    def __call__(self, offset: int, length: int) -> bytes:
+        return bytes(length)
+
+
+@pytest.mark.parametrize("container", WRITERS, ids=lambda container: container.name)
+def test_a_plan_that_was_carried_out_holds_nothing(container: Format) -> None:
+    """Else what was saved stays in memory until garbage is collected, which `Run` does not wait for."""
+    values = Zeros()
+    held = weakref.ref(values)
+    entry = TensorEntry(Storage(Computed(64, values)), by_name("f32"), (4, 4), (4, 1))
+    checkpoint = Checkpoint({"a": entry}, container.name, tensors_only=container.tensors_only)
+    del values, entry
+    gc.disable()
+    try:
+        plan = container.write(checkpoint)
+        del checkpoint
+        made = [[part.make() if isinstance(part, Deferred) else part for part in file] for file in plan.files.values()]
+        assert sum(map(len, made)) and held() is not None
+        del plan, made
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 # Versions -------------------------------------------------------------------------------------------------------------
@@ -151,6 +185,15 @@ def test_models_beside_what_describes_them_are_told(tmp_path: Path) -> None:
         unreadable(written(bytes([1, 200]) * 20, (tmp_path / name).with_suffix(".bin")), OtherProgram, what)
 
 
+def test_what_a_failed_save_leaves_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "step_200.pt"
+    with pytest.raises(AttributeError):  # torch closes the file as if it were whole
+        torch.save({"model": torch.ones(2), "hook": lambda: None}, path)
+    unreadable(path, Corrupt, "torch.save without a value", "cannot be pickled", "earlier checkpoint")
+    torch.save({"model": torch.ones(2)}, tmp_path / "step_100.pt")
+    assert ckptool.scan(tmp_path).latest_good == str(tmp_path / "step_100.pt")
+
+
 @looped(
     ("form", "how"), itertools.product([torch_bytes, safetensors.torch.save], [base64.b64encode, base64.encodebytes])
 )
@@ -164,6 +207,14 @@ def test_what_is_in_base64_is_told_and_a_shell_decodes_it(form: Any, how: Any, t
     assert out.read_bytes() == data
 
 
+def test_names_in_other_letters_are_no_sign_of_that(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(tarfile.TarInfo("é" * 300))
+    for data in (out.getvalue(), safetensors.torch.save({"ü" * 50: torch.zeros(9)})[:-4]):
+        assert "read as text" not in ckptool.doctor(written(data, tmp_path / "a.pt")).findings[0].what
+
+
 def test_random_starts_never_reach_a_traceback(tmp_path: Path) -> None:
     chance = numpy.random.default_rng(1)
     starts = [*OTHER_MODELS.values(), CHECKPOINT[:64], plain_tar()[:300], b"{", b"\x80\x02", b"<"]
@@ -175,6 +226,14 @@ def test_random_starts_never_reach_a_traceback(tmp_path: Path) -> None:
             assert error.what and "\x1b" not in str(error)
 
 
+def test_no_command_is_told_for_packed_bytes_without_a_name() -> None:
+    """Only what lies in a file can be given to `gzip` or `7z`."""
+    for packed in (b"\x1f\x8b" + bytes(30), b"\xfd7zXZ\x00" + bytes(30), b"7z\xbc\xaf\x27\x1c" + bytes(30)):
+        with pytest.raises(Unsupported) as raised:
+            ckptool.open(io.BytesIO(packed))
+        assert str(raised.value.fix) == "Unpack it first." and ">" not in str(raised.value.why)
+
+
 @pytest.mark.parametrize(
     ("name", "what"), [("checkpoint_metadata.json", "nanotron"), (".snapshot_metadata", "snapshot")]
 )
@@ -182,6 +241,13 @@ def test_folders_of_other_programs_are_named(name: str, what: str, tmp_path: Pat
     (tmp_path / name).write_text("{}")
     told = run("inspect", str(tmp_path))
     assert told.code == 2 and "error[unsupported]" in told.err and what in told.err, told
+
+
+def test_the_only_file_in_a_folder_is_named(tmp_path: Path, run: Run) -> None:
+    torch.save({"model": {"a.weight": torch.ones(2)}}, tmp_path / "lit_model.pth")
+    assert f"inspect {tmp_path}/lit_model.pth" in run("inspect", str(tmp_path)).err
+    (tmp_path / "critic").mkdir()
+    assert f"scan {tmp_path}" in run("inspect", str(tmp_path)).err
 
 
 def test_a_model_in_the_cache_of_the_hub_is_named_with_a_revision(tmp_path: Path, run: Run) -> None:
@@ -196,3 +262,27 @@ def test_a_model_in_the_cache_of_the_hub_is_named_with_a_revision(tmp_path: Path
 # Long folders ---------------------------------------------------------------------------------------------------------
 # A checkpoint is opened, changed and written without listing its folder, where there may be ten thousand others. (Bare
 # weights may be one of several shards: the index is looked for, once.)
+
+
+WORK: dict[str, Callable[[Path, Path], Any]] = {
+    "inspect": lambda file, out: ckptool.inspect(file),
+    "verify": lambda file, out: ckptool.verify(file),
+    "doctor": lambda file, out: ckptool.doctor(file),
+    "diff": lambda file, out: ckptool.diff(file, file),
+    "spec": lambda file, out: ckptool.spec(file),
+    "strip-module": lambda file, out: ckptool.strip_module(file, out),
+    "cast": lambda file, out: ckptool.cast(file, out, dtype="bf16"),
+    "convert": lambda file, out: ckptool.convert(file, out.with_suffix(".safetensors")),
+    "average": lambda file, out: ckptool.average([file, file], out),
+}
+
+
+@pytest.mark.parametrize("verb", WORK)
+def test_the_folder_of_a_file_is_not_listed(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := tmp_path / "many").mkdir()
+    torch.save({"state_dict": {"module.fc.weight": torch.ones(2, 2)}, "epoch": 3}, folder / "step_7.pt")
+    listed, scan, list_names = list[str](), os.scandir, os.listdir
+    monkeypatch.setattr(os, "scandir", lambda path=".": listed.append(str(path)) or scan(path))
+    monkeypatch.setattr(os, "listdir", lambda path=".": listed.append(str(path)) or list_names(path))
+    WORK[verb](folder / "step_7.pt", tmp_path / "out.pt")
+    assert str(folder) not in listed

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,14 @@ from ckptool.errors import (
 from ckptool.formats import read, strict_json
 from ckptool.formats import safetensors as ours
 from ckptool.formats.safetensors import METADATA
+from ckptool.formats.strict_json import parse_object
 from fixtures.traps import TRAPS, values
 from tests.formats import contract
 from tests.support.budget import meets_budget
 from tests.support.errors import unreadable
 from tests.support.files import carry_out, torch_bytes, written
 from tests.support.looped import looped
+from tests.support.zips import honest
 
 
 def converted(tree: Any, folder: Path) -> Path:
@@ -100,6 +105,14 @@ def test_a_name_that_is_no_text_is_refused(name: str, tmp_path: Path) -> None:
     checkpoint = read(written(torch_bytes({"w": values(2)}), tmp_path / "a.pt"))
     with pytest.raises(Unsupported, match="not Unicode"):
         ours.write(Checkpoint({name: checkpoint.tree["w"]}, "torch-zip"))
+
+
+def test_odd_names_reach_stock_unchanged(tmp_path: Path) -> None:
+    names = ["", "é\n\x1b[31m", "\0", "a/b~", '"', "\\", "😀", " "]
+    path = converted({name: values(2) for name in names}, tmp_path)
+    with safe_open(path, "pt") as stock:
+        assert set(stock.keys()) == set(names)
+    assert list(read(path).tree) == names
 
 
 # Headers that are read many members at once ---------------------------------------------------------------------------
@@ -184,6 +197,13 @@ def test_a_header_is_judged_as_member_by_member(seed: int, tmp_path: Path, monke
     assert seed % 8 or isinstance(at_once[0], list)
 
 
+def test_the_name_that_stands_twice_is_said() -> None:
+    assert parse_object(b'{"a": 1, "w": {"b": 2}}', "it") == {"a": 1, "w": {"b": 2}}
+    for text in (b'{"a": 1, "w": 2, "w": 3}', b'{"x": {"a": 1, "w": 2, "w": 3}}'):
+        with pytest.raises(Ambiguous, match="names w twice"):
+            parse_object(text, "it")
+
+
 # Hostile files --------------------------------------------------------------------------------------------------------
 # Safetensors files whose header lies, is a bomb, or that are another file as well.
 
@@ -211,6 +231,13 @@ def put(tmp_path: Path) -> Callable[[bytes], Path]:
 Put = Callable[[bytes], Path]
 
 
+def accepted(path: Path, *codes: str) -> Checkpoint:
+    checkpoint = read(path)
+    assert checkpoint.container == "safetensors" and checkpoint.tree["w"].bytes() == DATA
+    assert {note.code for note in checkpoint.notes} == set(codes)
+    return checkpoint
+
+
 def stock_takes(path: Path) -> bool:
     """True if the stock library opens it and reads a tensor called w."""
     try:
@@ -219,6 +246,12 @@ def stock_takes(path: Path) -> bool:
     except (SafetensorError, TypeError, ValueError):
         return False
     return True
+
+
+def test_what_the_rows_start_from_is_read(put: Put) -> None:
+    accepted(put(made(ONE)))
+    accepted(put(made(ONE + b" \t\r\n")))
+    assert stock_takes(put(made(ONE)))
 
 
 def ranged(length: int, *ranges: tuple[int, int]) -> bytes:
@@ -278,6 +311,22 @@ def test_what_asks_for_much_is_refused_within_the_budget(data: bytes) -> None:
     assert outcome.code in ("limit-exceeded", "corrupt") and outcome.megabytes < 64
 
 
+def test_the_stock_library_takes_one_of_two_tensors_of_one_name(put: Put) -> None:
+    assert stock_takes(put(made(REPEATED)))
+
+
+NO_SIZES = (-1, 1.0, 1e300, True, "1", None, [], 1 << 64, 10**400, -(10**400))
+NO_OFFSETS = ([4, 0], [-4, 0], [0, 4, 4], [0], [], "04", ["0", "4"], [0.0, 4.0], {}, None)
+
+
+@looped("fields", [*({"shape": [size]} for size in NO_SIZES), *({"data_offsets": each} for each in NO_OFFSETS)])
+def test_sizes_and_offsets_that_are_no_natural_numbers_are_corrupt(fields: dict[str, Any], put: Put) -> None:
+    path = put(one(**fields))
+    assert not stock_takes(path)
+    with pytest.raises(Corrupt):
+        read(path)
+
+
 @pytest.mark.parametrize("number", [b"9" * 5000, b"1e999", b"-0", b"1.5", b"9" * 60_000, b"9" * 900_000])
 def test_absurd_numbers_in_the_header_are_refused_quickly(number: bytes) -> None:
     for header in (
@@ -315,6 +364,14 @@ def test_a_megabyte_of_metadata_is_read_within_the_budget() -> None:
         assert outcome.code == "" and outcome.megabytes < 64
 
 
+def test_unknown_fields_are_refused_by_name(put: Put) -> None:
+    with pytest.raises(Unsupported, match="fields that the format does not define \\(offset, payload\\)"):
+        read(put(one(payload="hidden\x1b[31m", offset=7)))
+    with pytest.raises(Unsupported) as caught:
+        read(put(one(**{f"\x1b{n}" * 20: n for n in range(200)})))
+    assert "\x1b" not in caught.value.what and len(caught.value.what) < 600
+
+
 def tensors_without_elements(count: int) -> bytes:
     entry = b'"%x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
     return made(b"{" + b",".join([entry % n for n in range(count)]) + b"}", b"")
@@ -346,3 +403,29 @@ def test_a_header_of_many_values_takes_no_more_than_its_size(name: str, before: 
         header = before + unit * ((length - len(before)) // len(unit))
         outcome = meets_budget(put(made(header)), megabytes=10 + 4 * length / 1e6)
         assert outcome.code == "corrupt"
+
+
+# Two files in one ----------------------------------------------------------------------------------------------------
+
+
+def test_a_zip_archive_behind_the_tensors_is_ambiguous_and_before_them_only_data(put: Put) -> None:
+    archive, last = honest().build(), {"dtype": "U8", "shape": [0], "data_offsets": [4, 4]}
+
+    def with_archive_as_data(data: bytes) -> bytes:
+        """A valid safetensors file whose last tensor's bytes are an archive."""
+        return made({"w": W, "z": last | {"shape": [len(data)], "data_offsets": [4, 4 + len(data)]}}, DATA + data)
+
+    whole = with_archive_as_data(archive)
+    assert stock_takes(put(whole)) and "archive/data.pkl" in zipfile.ZipFile(io.BytesIO(whole)).namelist()
+    shift = len(whole) - len(archive)
+    for data in (
+        whole,
+        with_archive_as_data(replace(honest(), shift=shift).build()),
+        with_archive_as_data(replace(honest(zip64=True), shift=shift).build()),
+        made(ONE) + archive,
+        made(ONE) + honest(comment=b"x").build(),
+    ):
+        unreadable(put(data), Ambiguous, "zip archive")
+    tensors = {"w": {**W, "data_offsets": [len(archive), len(archive) + 4]}}
+    tensors["z"] = {"dtype": "U8", "shape": [len(archive)], "data_offsets": [0, len(archive)]}
+    accepted(put(made(tensors, archive + DATA)))

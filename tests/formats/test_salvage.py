@@ -6,6 +6,7 @@ import contextlib
 import io
 import random
 import struct
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,9 @@ from ckptool.formats import damaged, read
 from ckptool.formats.damaged import Salvaged
 from ckptool.formats.zip.directory import CENTRAL, LOCAL
 from ckptool.verbs.convert import convert
+from ckptool.verbs.edit import edit
 from fixtures.make import make
+from tests.support.errors import refused
 from tests.support.files import torch_bytes, written
 from tests.support.looped import examples, looped
 from tests.support.processes import soon
@@ -135,6 +138,26 @@ def test_a_cut_file_says_how_many_storages_are_whole(tmp_path: Path) -> None:
             assert f"ckptool recover {path} -o OUT" in caught.value.fix
 
 
+def test_counting_the_whole_records_of_a_cut_file_reads_no_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = torch_bytes({f"w{i}": torch.zeros(1 << 18) for i in range(20)})
+    path = written(data[: len(data) // 2], tmp_path / "cut.pt")
+    read_bytes, original = 0, Source.read
+
+    def counted(self: Source, offset: int, length: int) -> bytes:
+        nonlocal read_bytes
+        read_bytes += length
+        return original(self, offset, length)
+
+    monkeypatch.setattr(Source, "read", counted)
+    expected = sum(1 for name in whole_before(data, len(data) // 2) if "/data/" in name)
+    assert 8 < expected < 12
+    with pytest.raises(Truncated, match=f"{expected} of its 20 storages"):
+        ckptool.open(path)
+    assert read_bytes < 1 << 18
+
+
 # Damage ---------------------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +243,39 @@ def header_of(name: str) -> int:
     return PLAIN.index(name.encode()) - LOCAL.size
 
 
+HEADERS: dict[str, Callable[[bytearray], None]] = {
+    "its name is another's": lambda d: d.__setitem__(header_of("archive/data/5") + LOCAL.size + 13, ord("7")),
+    "its extra field leads into the next record": lambda d: d.__setitem__(
+        slice(header_of("archive/data/5") + 28, header_of("archive/data/5") + 30),
+        struct.pack("<H", struct.unpack_from("<H", PLAIN, header_of("archive/data/5") + 28)[0] + 128),
+    ),
+    "its magic": lambda d: d.__setitem__(header_of("archive/data/5"), 0),
+    "its flags": lambda d: d.__setitem__(header_of("archive/data/5") + 6, 0),
+    "its descriptor": lambda d: d.__setitem__(header_of("archive/data/6") - 16, 0),
+}
+
+
+@pytest.mark.parametrize("what", HEADERS)
+def test_a_damaged_header_behind_which_the_directory_is_cut_off(what: str, tmp_path: Path) -> None:
+    """No checksum covers a name; without a directory only the order of the records proves it, up to where it ends."""
+    data = bytearray(PLAIN[: header_of("archive/data/7")])
+    HEADERS[what](data)
+    found = came_back(salvaged(bytes(data), tmp_path / "cut.pt"))
+    expected = originals("by torch", tmp_path / "o.pt")
+    whole = {"its name is another's": (0, 1, 2, 3), "its descriptor": (0, 1, 2, 3, 4, 6)}.get(what, (0, 1, 2, 3, 4))
+    assert found == {f"model/l{i}.w": expected[f"model/l{i}.w"] for i in whole}
+
+
+@pytest.mark.parametrize("what", HEADERS)
+def test_a_damaged_header_that_the_directory_makes_up_for(what: str, tmp_path: Path) -> None:
+    """A name that header and directory do not agree on is not proven."""
+    data = bytearray(PLAIN)
+    HEADERS[what](data)
+    lost = ["model/l5.w"] if what in ("its name is another's", "its magic") else []
+    expected = originals("by torch", tmp_path / "o.pt")
+    assert came_back(salvaged(bytes(data), tmp_path / "h.pt")) == {k: v for k, v in expected.items() if k not in lost}
+
+
 def test_bytes_missing_from_the_middle_join_no_header_with_the_data_of_another(tmp_path: Path) -> None:
     """Four records of one length are gone: the header of one stands before the data, and the valid checksum, of
     another."""
@@ -243,6 +299,20 @@ def test_a_zip_in_a_tensor_is_not_taken_for_the_file(tmp_path: Path) -> None:
     data[:4] = bytes(4)  # and so is the pickle
     with pytest.raises(CkptoolError):
         read(written(bytes(data), tmp_path / "cut.pt"))
+
+
+def test_the_order_of_a_rezipped_file_is_its_own(tmp_path: Path) -> None:
+    """Records in the order of their names, sizes in their headers: believed where the directory's lines are there."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(PLAIN)) as archive, zipfile.ZipFile(out, "w") as again:
+        for name in sorted(archive.namelist(), key=lambda name: name[::-1]):
+            again.writestr(name, archive.read(name))
+    expected = originals("by torch", tmp_path / "o.pt")
+    back = came_back(salvaged(out.getvalue(), tmp_path / "odd.pt"))
+    assert back == expected
+    assert came_back(salvaged(out.getvalue()[:-22], tmp_path / "odd.pt")) == expected
+    with pytest.raises(CkptoolError):
+        salvaged(out.getvalue()[:-30], tmp_path / "odd.pt")
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.75, 0.99])
@@ -285,7 +355,32 @@ def test_without_checksums_nothing_is_proven(tmp_path: Path) -> None:
     assert not found.proven and came_back(found) == expected
 
 
+@pytest.mark.parametrize("name", ["protocol4.pt", "old_zip.pt", "rezipped_deflated.pt", "rezipped_zip64.pt"])
+def test_other_writers(name: str, tmp_path: Path) -> None:
+    path = make(name, tmp_path)
+    data, expected = path.read_bytes(), values(read(path).tree)
+    assert came_back(salvaged(data, tmp_path / "whole.pt")) == expected
+    assert came_back(salvaged(data[:-30], tmp_path / "cut.pt")) == expected  # only the end record is gone
+    half = came_back(salvaged(data[: 2 * len(data) // 3], tmp_path / "cut.pt"))
+    assert half and half == {key: expected[key] for key in half}
+
+
 # In-place edits -------------------------------------------------------------------------------------------------------
+
+
+def edited(path: Path) -> tuple[bytes, bytes]:
+    """A file before and after an in-place edit."""
+    before = written(PLAIN, path).read_bytes()
+    edit(path, set={"epoch": 4}, in_place=True)
+    return before, path.read_bytes()
+
+
+def test_an_edited_file_whose_old_directory_is_damaged(tmp_path: Path) -> None:
+    before, after = edited(tmp_path / "e.pt")
+    data = bytearray(after)
+    data[len(before) - 10] ^= 1
+    with pytest.raises(Corrupt, match="end records"):  # which of its two states is the last?
+        salvaged(bytes(data), tmp_path / "d.pt")
 
 
 def test_two_archives_are_not_an_edit(tmp_path: Path) -> None:
@@ -371,3 +466,14 @@ def test_salvaging_a_hostile_megabyte_takes_less_than_a_second(name: str, tmp_pa
         read(path)
     with soon(1), contextlib.suppress(CkptoolError):
         damaged.salvage(Source(path), caught.value)
+
+
+@pytest.mark.parametrize("name", ["a size of four gigabytes", "records that contain each other"])
+def test_nothing_is_allocated_that_a_header_promises(name: str, tmp_path: Path) -> None:
+    source = Source(written(HOSTILE[name](), tmp_path / "hostile.pt"))
+    tracemalloc.start()
+    try:
+        refused(CkptoolError, tmp_path, lambda: damaged.salvage(source))
+        assert tracemalloc.get_traced_memory()[1] < 50 << 20
+    finally:
+        tracemalloc.stop()

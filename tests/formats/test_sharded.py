@@ -23,18 +23,104 @@ from ckptool.errors import (
     Corrupt,
     LimitExceeded,
     NotACheckpoint,
+    OnlyAPart,
     Unsupported,
     UsageError,
 )
 from ckptool.formats import read
 from ckptool.formats.folder import MAX_TABLE
 from ckptool.formats.sharded import size_in_bytes
+from tests.support.cli import Run
 from tests.support.engine_folders import INDEX, assert_values, bins, hub, index_of, sharded_state, write_index
 from tests.support.errors import refused, three_parts
 from tests.support.files import contents, saved, written
 from tests.support.looped import looped
 
 # Reading -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_torch_shards(zipped: bool, tmp_path: Path) -> None:
+    tensors = sharded_state()
+    names = list(tensors)
+    parts = [{n: tensors[n] for n in names[:5]}, {n: tensors[n] for n in names[5:]}]
+    folder = bins(tmp_path / "model", parts, _use_new_zipfile_serialization=zipped)
+    found = read(folder)
+    assert_values(found, tensors)
+    assert list(found.tree) == names and not found.tensors_only  # the order of the model, which their pickles have
+    assert_values(read(folder / "pytorch_model.bin.index.json"), tensors)
+
+
+def test_a_folder_of_two_checkpoints(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model")
+    older = {name: tensor + 1 for name, tensor in sharded_state().items()}
+    saved(older, folder / "pytorch_model.bin")
+    save_file(older, folder / "consolidated.safetensors")  # Mistral's, beside the same weights for transformers
+    assert_values(read(folder), sharded_state())
+    # transformers and accelerate take a single file before an index, diffusers the index.
+    save_file(older, folder / "model.safetensors")
+    refused(Ambiguous, tmp_path, lambda: read(folder), r"model\.safetensors\.index\.json, model\.safetensors")
+    assert {INDEX, "model.safetensors"} <= {Path(row.path).name for row in ckptool.scan(folder).files if row.is_good}
+    (folder / INDEX).rename(folder / "pytorch_model.bin.index.json")  # the torch files of the weights are not read
+    assert_values(read(folder), older)
+    (folder / "pytorch_model.bin.index.json").rename(folder / INDEX)
+    (folder / "model.safetensors").unlink()
+    shutil.copy(folder / INDEX, folder / "other.safetensors.index.json")
+    refused(Ambiguous, tmp_path, lambda: read(folder), "holds 2 checkpoints")
+    assert_values(read(folder / INDEX), sharded_state())
+    one = hub(tmp_path / "one", shards=1)  # an index of one file of the usual name
+    (one / "model-00001-of-00001.safetensors").rename(one / "model.safetensors")
+    write_index(one, dict.fromkeys(sharded_state(), "model.safetensors"))
+    assert_values(read(one), sharded_state())
+    save_file(sharded_state(), tmp_path / "model.safetensors")
+    save_file(sharded_state(), tmp_path / "adapter_model.safetensors")
+    refused(Ambiguous, tmp_path, lambda: read(tmp_path), r"adapter_model\.safetensors, model\.safetensors")
+
+
+@pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model", "adapter_model", "model.fp16", "index"])
+def test_torch_files_beside_the_same_weights_in_safetensors_are_named_and_not_read(stem: str, tmp_path: Path) -> None:
+    """As on the hub: bert-base-uncased, falcon-7b and stable-diffusion-v1-5 have both."""
+    torch_stem = stem.replace("model", "pytorch_model", 1) if stem.startswith("model") else stem
+    names = f"{stem}.safetensors", f"{torch_stem}.bin"
+    old = {name: tensor + 1 for name, tensor in sharded_state().items()}
+    if stem == "index":
+        names = INDEX, "pytorch_model.bin.index.json"
+        for folder in hub(tmp_path / "hub"), bins(tmp_path / "bins", [old]):
+            shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    else:
+        save_file(sharded_state(), tmp_path / names[0])
+        saved(old, tmp_path / names[1])
+    found = read(tmp_path)
+    assert_values(found, sharded_state())
+    said = next(note.message for note in found.notes if note.code == "not-read")
+    assert said.startswith(f"{names[1]} was not read: transformers and diffusers take {names[0]}")
+    assert "not-read" in [note.code for note in ckptool.verify(tmp_path).notes]
+    (tmp_path / names[0]).unlink()
+    assert_values(read(tmp_path), old)
+
+
+@pytest.mark.parametrize("name", ["non_lora_trainables.bin", "value_head.safetensors"])
+def test_weights_trained_with_an_adapter_are_not_passed_over(name: str, tmp_path: Path, run: Run) -> None:
+    save_file(
+        {"q.lora_A.weight": torch.ones(4, 8), "q.lora_B.weight": torch.ones(8, 4)},
+        tmp_path / "adapter_model.safetensors",
+    )
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 4}')
+    torch.save({"mm_projector.weight": torch.ones(2)}, tmp_path / name)
+    save_file({"q.weight": torch.ones(8, 8)}, tmp_path / "base.safetensors")
+    merge = "lora merge", str(tmp_path / "base.safetensors"), str(tmp_path), "-o", str(tmp_path / "merged.pt")
+    for words in (("inspect", str(tmp_path)), ("convert", str(tmp_path), "-o", str(tmp_path / "out.pt")), merge):
+        told = run(*words)
+        assert told.code == 0 and (told.out + told.err).count(f"are not among them: {name}") == 1, told
+
+
+def test_shards_without_their_index(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model")
+    (folder / INDEX).unlink()
+    refused(OnlyAPart, tmp_path, lambda: read(folder), "holds shards but no index")
+    for path in list(folder.iterdir()):
+        path.rename(folder / f"shard-00001-{path.name}")
+    refused(Corrupt, tmp_path, lambda: read(folder), "does not say where its piece of")
 
 
 def test_ties_that_the_hubs_savers_record_in_the_index(tmp_path: Path) -> None:
@@ -124,6 +210,15 @@ def test_an_index_over_the_limit_is_refused(tmp_path: Path) -> None:
         read(path)
 
 
+def test_a_shard_that_only_a_large_index_names_is_a_part(tmp_path: Path) -> None:
+    for name in "ab":
+        save_file({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    table = {"metadata": {"about": "x" * (17 << 20)}, "weight_map": {name: f"{name}.safetensors" for name in "ab"}}
+    (tmp_path / INDEX).write_text(json.dumps(table))
+    part = read(tmp_path / "a.safetensors").part
+    assert part is not None and part.label == "shard 1 of 2"
+
+
 def renamed(folder: Path, old: str, new: str) -> None:
     """The shards and the index of a folder with another text in the names of files."""
     (folder / INDEX).write_text((folder / INDEX).read_text().replace(old, new))
@@ -189,6 +284,14 @@ def test_an_index_and_shards_that_do_not_fit_are_a_conflict(name: str, tmp_path:
     three_parts(error)
 
 
+def test_stale_shards_are_noted(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "model")
+    for name in ("model-00001-of-00002.safetensors", "other-00001-of-00002.safetensors"):
+        save_file({"x": torch.ones(2)}, folder / name)
+    (note,) = read(folder).notes
+    assert note.code == "stale-shards" and "model-00001-of-00002" in note.message and "other-" not in note.message
+
+
 def test_shards_that_hold_no_dictionary_or_a_whole_tree(tmp_path: Path) -> None:
     saved([torch.ones(2)], tmp_path / "a.bin")
     write_index(tmp_path, {"x": "a.bin"}, name="pytorch_model.bin.index.json")
@@ -201,6 +304,13 @@ def test_shards_that_hold_no_dictionary_or_a_whole_tree(tmp_path: Path) -> None:
     (tmp_path / "optim.bin.index.json").write_text(json.dumps(index))
     with pytest.raises(Unsupported, match="an optimizer's state, as ColossalAI"):
         read(tmp_path / "optim.bin.index.json")
+
+
+def test_shards_of_any_name_belong_to_their_index(tmp_path: Path) -> None:
+    for name in ("one.bin", "two.bin"):  # ColossalAI's are pytorch_model-00001.bin
+        saved({name: torch.ones(2)}, tmp_path / name)
+    write_index(tmp_path, {name: name for name in ("one.bin", "two.bin")}, name="pytorch_model.bin.index.json")
+    assert [row.state for row in ckptool.scan(tmp_path).files] == ["good"]
 
 
 # Dividing a checkpoint into shards ------------------------------------------------------------------------------------
@@ -302,8 +412,17 @@ def test_changed_torch_shards_are_safetensors(tmp_path: Path) -> None:
     assert contents(tmp_path / "copy").keys() == contents(folder).keys()
 
 
+def test_in_place_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be changed in place"):
+        ckptool.add_module(hub(tmp_path / "model"), in_place=True)
+
+
 SIZES = {"5GB": 5_000_000_000, "5 gb": 5_000_000_000, "5GiB": 5 << 30, "500MB": 500_000_000, "1.5KB": 1500}
 SIZES |= {"10k": 10_000, "2KiB": 2048, "1TiB": 1 << 40, "1000000": 1_000_000, "7B": 7}
+
+
+def test_sizes() -> None:
+    assert {text: size_in_bytes(text) for text in SIZES} == SIZES and size_in_bytes(1_234_567) == 1_234_567
 
 
 @looped("text", [*"|0|-1|5XB|1.5|GB|1e9|nan|5 G B|1iB|\x1b|5|1000".split("|"), "9" * 100, 0, -5, 1.5, 5, 999_999])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 import ckptool
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.tree import tensors
-from ckptool.errors import CkptoolError, Unsupported
+from ckptool.errors import CkptoolError, Unsupported, UsageError
 from ckptool.formats import read
 from fixtures import make_export
 from fixtures.make import records
@@ -40,6 +41,54 @@ def same_as_torch(entries: Any, expected: dict[str, Any]) -> None:
     for one in shared:
         for other in shared:
             assert (shared[one] == shared[other]) == (entries[one].storage is entries[other].storage), (one, other)
+
+
+def test_the_tensors_are_those_that_torch_loads(tmp_path: Path) -> None:
+    checkpoint, expected = read(EXPORTED), torch.load(LOADED)
+    assert checkpoint.container == "torch-export"
+    for part in ("state_dict", "constants"):
+        same_as_torch(checkpoint.tree[part], expected[part])
+    out = ckptool.convert(EXPORTED, out=tmp_path / "weights.pt").output
+    loaded = torch.load(out)
+    assert loaded.keys() == expected["state_dict"].keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected["state_dict"].items())
+    ckptool.convert(EXPORTED, out=tmp_path / "weights.safetensors")
+    assert ckptool.diff(EXPORTED, tmp_path / "weights.safetensors").same
+
+
+def before_28(contents: dict[str, bytes], path: Path) -> Path:
+    """The same program as torch wrote it until 2.7: with files of torch.save, in a plain zip."""
+    expected = torch.load(LOADED, weights_only=False)
+    with zipfile.ZipFile(path, "w") as archive:
+        for part in ("state_dict", "constants"):
+            torch.save(expected[part], path.with_suffix(".tmp"))
+            archive.write(path.with_suffix(".tmp"), f"serialized_{part}.pt")
+        archive.writestr("serialized_example_inputs.pt", contents["data/sample_inputs/model.pt"])
+        archive.writestr("serialized_exported_program.json", contents[GRAPH])
+        version = json.loads(contents[GRAPH])["schema_version"]
+        archive.writestr("version", f"{version['major']}.{version['minor']}")
+    return path
+
+
+def test_programs_as_torch_wrote_them_before_2_8_and_several_in_one_file(tmp_path: Path) -> None:
+    contents, expected = records(EXPORTED), torch.load(LOADED)
+    old = read(before_28(contents, tmp_path / "old.pt2"))
+    for part in ("state_dict", "constants"):
+        same_as_torch(old.tree[part], expected[part])
+    twice = contents | {name.replace("/model", "/other"): data for name, data in contents.items() if "/model" in name}
+    both = read(written(tmp_path / "both.pt2", twice)).tree
+    assert list(both) == ["model", "other"]
+    same_as_torch(both["other"]["state_dict"], expected["state_dict"])
+
+
+def test_what_other_verbs_say_of_a_program(tmp_path: Path) -> None:
+    assert "never run" in next(note.message for note in ckptool.inspect(EXPORTED).notes if note.code == "torch-export")
+    assert ckptool.scan(EXPORTED).files[0].is_good
+    assert ckptool.doctor(EXPORTED).findings[0].code == "torch-export"
+    with pytest.raises(Unsupported, match="beside its tensors"):
+        ckptool.rename(EXPORTED, ["first.* => third.*"], out=tmp_path / "renamed.pt")
+    with pytest.raises(UsageError, match=r"\.pt2 is not the suffix"):
+        ckptool.convert(EXPORTED, out=tmp_path / "copy.pt2")
 
 
 # What loading would run ----------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.checkpoint import TensorEntry
+from ckptool.checkpoint import FileRange, TensorEntry
+from ckptool.checkpoint.nodes import Global
+from ckptool.checkpoint.tree import tensors
 from ckptool.errors import Corrupt, Truncated, Unsupported
 from ckptool.formats import read, torch_zip
 from fixtures.torch_tar import SYS_INFO, save_tar, tar_bytes, tar_members
@@ -78,6 +80,17 @@ def test_torch_loads_the_same_from_the_tar_and_from_the_zip_made_of_it(protocol:
     assert torch.equal(before["rows"], values()["rows"])  # so the maker of these files keeps to torch's layout
 
 
+def test_nothing_is_loaded_and_nothing_extracted(
+    members: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = opened_tar(tar_bytes(members), tmp_path)
+    for _, entry in tensors(checkpoint.tree):
+        assert isinstance(entry, TensorEntry) and isinstance(entry.storage.data, FileRange)
+        assert entry.storage.data.file is checkpoint.source
+    assert os.listdir(tmp_path) == ["old.pth.tar"]
+
+
 # Older than any torch that installs -----------------------------------------------------------------------------------
 
 
@@ -87,6 +100,19 @@ def tar_entry(data: bytes, folder: Path) -> TensorEntry:
     return entry
 
 
+def test_storages_that_are_views_of_larger_ones(tmp_path: Path) -> None:
+    given = {key: value for key, value in values().items() if isinstance(value, torch.Tensor)}
+    file = save_tar(given, tmp_path / "old.pth.tar", views=True)
+    found, loaded = dict(tensors(read(file).tree)), load(file, weights_only=False)
+    assert all(torch.equal(found[(key,)].torch(), loaded[key]) for key in given)
+
+
+def test_storages_without_locations_are_refused(tmp_path: Path) -> None:
+    """torch reads none."""
+    error = tar_refused(by_hand(storages=count(1) + triple(7, "FloatStorage") + four()), tmp_path)
+    assert isinstance(error, Corrupt) and "storage 0" in error.what
+
+
 def test_what_had_no_dimensions_was_empty(tmp_path: Path) -> None:
     nothing = count(1) + triple(8, 7, "FloatTensor") + place((), (), 0)
     empty = count(1) + triple(7, "cpu", "FloatStorage") + block(b"", 0) + pickle_bytes([])
@@ -94,6 +120,12 @@ def test_what_had_no_dimensions_was_empty(tmp_path: Path) -> None:
     without = count(1) + triple(8, None, "DoubleTensor") + place((), (), 0)
     entry = tar_entry(by_hand(tensors=without), tmp_path)
     assert entry.shape == (0,) and entry.dtype.name == "f64"
+
+
+def test_a_module_pickled_whole(tmp_path: Path) -> None:
+    module = pickle_bytes({"net": Pid((torch.nn.Linear, "net.py", "class Linear: ...\n")), "w": Pid("8")})
+    checkpoint = opened_tar(by_hand(pickle=module), tmp_path)
+    assert checkpoint.tree["net"] is Global("torch.nn.modules.linear", "Linear")
 
 
 def test_an_archive_of_a_big_endian_machine_is_refused(tmp_path: Path) -> None:
@@ -142,6 +174,29 @@ def headers(data: bytes) -> Iterator[int]:
     while data[at]:
         yield at
         at += 512 + -(-int(data[at + 124 : at + 135], 8) // 512) * 512
+
+
+def test_a_wrong_header_checksum_is_refused(members: dict[str, bytes], tmp_path: Path) -> None:
+    data = tar_bytes(members, pax=False)
+    found = list(headers(data))
+    assert len(found) == 4
+    for at in found:
+        for place_in in (100, 140, 150, 300):
+            bad = bytearray(data)
+            bad[at + place_in] ^= 1
+            error = tar_refused(bytes(bad), tmp_path)
+            assert isinstance(error, Truncated) and "checksum" in error.what
+
+
+def test_a_cut_last_block_is_refused_or_read_as_tar_does(members: dict[str, bytes], tmp_path: Path) -> None:
+    data = tar_bytes(members, pax=False)
+    for cut in (1, 100, 511):
+        assert isinstance(tar_refused(data[:-cut], tmp_path), Truncated)
+    whole = len(data.rstrip(b"\0"))
+    end = whole + -whole % 512
+    for length in (end, end + 512, end + 1000):  # without the blocks of zeros that end an archive
+        assert isinstance(tar_refused(data[:length], tmp_path), Truncated)
+    assert list(opened_tar(data[: end + 1024], tmp_path).tree) == ["w", "b"]
 
 
 def test_many_tiny_tensors_in_bounded_time(tmp_path: Path) -> None:

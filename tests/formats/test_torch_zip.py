@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptool
-from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint
+from ckptool.checkpoint import Checkpoint
+from ckptool.checkpoint.tree import tensors
+from ckptool.errors import Ambiguous, CkptoolError, Corrupt, NotACheckpoint, Unsupported
 from ckptool.formats import read, torch_zip
 from fixtures.traps import TRAPS
 from tests.formats import contract
 from tests.support.files import load, rewritten, torch_bytes, written
 from tests.support.looped import examples, looped
 from tests.support.same import assert_same_objects, assert_same_tree
-from tests.support.zips import rezipped, with_record
+from tests.support.zips import record_starts, rezipped, with_record
 
 # The law --------------------------------------------------------------------------------------------------------------
 
@@ -51,6 +54,17 @@ def test_an_untouched_file_is_written_byte_for_byte(name: str, tmp_path: Path) -
     assert (tmp_path / "out.pt").read_bytes() == original.read_bytes()
 
 
+@looped("name", TRAPS, here=1 / 3)
+def test_every_trap_comes_back_with_new_records(name: str, tmp_path: Path) -> None:
+    """As a tree from another container is written: no record of the old file is copied."""
+    original, out = contract.vector(name, tmp_path), tmp_path / "out.pt"
+    checkpoint = read(original)
+    fresh = Checkpoint(checkpoint.tree, checkpoint.container)
+    contract.round_trip(torch_zip, fresh, out, keep_unknown=True)
+    contract.same_for_torch(original, out, mmap=True)
+    assert all(start % 64 == 0 for start in record_starts(out).values())
+
+
 @settings(max_examples=examples(60))
 @given(data=st.data())
 def test_any_views_of_any_storages(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -79,7 +93,26 @@ def tied_state() -> dict[str, Any]:
     return {"state_dict": {"a.weight": w, "b.weight": w, "c": torch.ones(5, dtype=torch.float16)}, "epoch": 3}
 
 
+def test_stock_torch_loads_from_memory_what_is_written(tmp_path: Path) -> None:
+    rewritten(written(torch_bytes(tied_state()), tmp_path / "a.pt"), tmp_path / "b.pt")
+    assert_same_objects(torch.load(io.BytesIO((tmp_path / "b.pt").read_bytes()), weights_only=True), tied_state())
+
+
 # Odd archives ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_without_checksums_is_read_and_noted(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        original = written(torch_bytes(tied_state()), tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    checkpoint = read(original)
+    assert "no-checksums" in [note.code for note in checkpoint.notes]
+    assert all(entry.storage.crc is None for _, entry in tensors(checkpoint.tree))
+    contract.round_trip(torch_zip, checkpoint, tmp_path / "b.pt")
+    assert "no-checksums" not in [note.code for note in read(tmp_path / "b.pt").notes]
+    assert_same_objects(load(tmp_path / "b.pt", mmap=True), tied_state())
 
 
 def test_what_torch_leaves_to_be_filled_in_has_no_checksums(tmp_path: Path) -> None:
@@ -115,6 +148,13 @@ def test_what_torch_leaves_to_be_filled_in_has_no_checksums(tmp_path: Path) -> N
     ):
         change()
         assert ckptool.verify(file).fine and torch.equal(torch.load(file)["m"]["module.b"], tree["m"]["b"])
+
+
+def test_data_without_a_byte_has_its_checksum(tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.zeros(0, 4)}, tmp_path / "a.pt")
+    assert ckptool.verify(tmp_path / "a.pt").checksums == "all" and not ckptool.inspect(tmp_path / "a.pt").notes
+    ckptool.add_module(tmp_path / "a.pt", in_place=True)
+    assert ckptool.verify(tmp_path / "a.pt").checksums == "all"
 
 
 @pytest.mark.parametrize("alignment", [1, 4096, 1 << 15, 1 << 16])
@@ -170,3 +210,43 @@ def test_odd_records_are_refused(
     with pytest.raises(error) as caught:
         read(with_record(original, tmp_path / "b.pt", record, contents))
     assert str(tmp_path) in caught.value.what
+
+
+def persistent(pid: bytes, records: dict[str, bytes], path: Path) -> Path:
+    """A torch zip whose pickle is one tensor on the storage that `pid` names."""
+    pickle = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((" + pid + b"tQK\x00K\x01\x85K\x01\x85\x89ccollections\n"
+    pickle += b"OrderedDict\n)RtR."
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle)
+        archive.writestr("archive/version", b"3\n")
+        for name, data in records.items():
+            archive.writestr(f"archive/{name}", data)
+    return path
+
+
+def text(value: bytes) -> bytes:
+    return b"X" + len(value).to_bytes(4, "little") + value
+
+
+FLOATS, CPU, STORAGE, KEY = b"ctorch\nFloatStorage\n", text(b"cpu"), text(b"storage"), text(b"0")
+PIDS: dict[type[CkptoolError], list[tuple[bytes, ...]]] = {
+    Corrupt: [
+        *((STORAGE, FLOATS, KEY, CPU, count) for count in (b"K\x02", b"J\xff\xff\xff\xff", b"G\x3f\xf0" + bytes(6))),
+        (STORAGE, FLOATS, KEY, CPU, b"\x8a\x08\0\0\0\0\0\0\0\x40"),  # 2^62
+        *((STORAGE, FLOATS, key, CPU, b"K\x01") for key in (text(b"../0"), text(b"/etc/passwd"), b"K\x00")),
+        *(
+            (STORAGE, FLOATS, KEY, b"N", b"K\x01"),
+            (text(b"module"), FLOATS, KEY, CPU, b"K\x01"),
+            (STORAGE,),
+            (b"K\x01",),
+        ),
+    ],
+    Unsupported: [(STORAGE, kind, KEY, CPU, b"K\x01") for kind in (b"ctorch\nOddStorage\n", b"cos\nsystem\n")],
+    CkptoolError: [(STORAGE, kind, KEY, CPU, b"K\x01") for kind in (b"N", b"]")],
+}
+
+
+@looped(("pid", "error"), [(b"".join(pid), error) for error, pids in PIDS.items() for pid in pids])
+def test_odd_persistent_ids_are_refused(pid: bytes, error: type[CkptoolError], tmp_path: Path) -> None:
+    with pytest.raises(error):
+        read(persistent(pid, {"data/0": bytes(4)}, tmp_path / "a.pt"))

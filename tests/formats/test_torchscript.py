@@ -3,6 +3,9 @@ one."""
 
 from __future__ import annotations
 
+import itertools
+import pickletools
+import shlex
 import sys
 import warnings
 import zipfile
@@ -16,9 +19,10 @@ from torch import nn
 import ckptool
 from ckptool.checkpoint import TensorEntry
 from ckptool.checkpoint.tree import find, tensors
-from ckptool.errors import Corrupt, LimitExceeded, Unsupported, UsageError
+from ckptool.errors import Ambiguous, Corrupt, LimitExceeded, Unsupported, UsageError
 from ckptool.formats import read, torchscript
-from tests.support.files import written
+from tests.support.cli import Run
+from tests.support.files import load, written
 from tests.support.zips import with_record
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
@@ -106,6 +110,46 @@ def test_the_state_dict_is_the_one_that_torch_gives(name: str, tmp_path: Path) -
         assert torch.equal(entry.torch(), tensor) and entry.torch().dtype == tensor.dtype, key
 
 
+def of_torch_1_3(file: Path, out: Path) -> Path:
+    """The archive as the C++ of torch 1.3 wrote it: view metadata (None) behind each persistent id, fewer records."""
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(out, "w") as new:
+        for info in old.infolist():
+            data = old.read(info)
+            if info.filename.endswith(("byteorder", "serialization_id", "format_version", "storage_alignment")):
+                continue
+            if info.filename.endswith(".pkl"):
+                ops = [(op.name, at) for op, _, at in pickletools.genops(data) if "PUT" not in op.name]
+                ids = [at for (_, at), (after, _) in itertools.pairwise(ops) if after == "BINPERSID"]
+                for at in reversed(ids):
+                    data = data[:at] + b"N" + data[at:]
+            new.writestr(info.filename, b"1\n" if info.filename.endswith("/version") else data)
+    return out
+
+
+def test_archives_of_torch_1_2_to_1_4_are_read_and_converted_as_torch_reads_them(tmp_path: Path) -> None:
+    for name in ("scripted", "of several types"):
+        file, expected = script_file(name, tmp_path / f"{name}.new")
+        old = of_torch_1_3(file, tmp_path / f"{name}.ptl")
+        loaded = torch.jit.load(str(old)).state_dict()
+        assert all(torch.equal(loaded[key], expected[key]) for key in expected)
+        assert ckptool.verify(old).fine and "__torch__" in str(ckptool.show(f"{old}#code").to_dict())
+        ckptool.convert(old, tmp_path / f"{name}.pt", verify=True)
+        again = load(tmp_path / f"{name}.pt")
+        assert list(again) == list(loaded) and all(torch.equal(again[key], loaded[key]) for key in loaded)
+        assert ckptool.diff(file, old).same
+
+
+def test_what_the_cpp_of_torch_1_4_pickled_beside_no_program(tmp_path: Path) -> None:
+    """Python's loader refuses these, C++ reads them; what is written from them is read by both."""
+    tree = {"w": torch.arange(6.0).view(2, 3), "t": torch.ones(3, dtype=torch.int64)}
+    tree["tied"] = tree["w"]
+    torch.save(tree, tmp_path / "new.pt")
+    old = of_torch_1_3(tmp_path / "new.pt", tmp_path / "old.pt")
+    assert ckptool.verify(old).fine and ckptool.diff(old, tmp_path / "new.pt").same
+    ckptool.rename(old, ["w => v"], out=tmp_path / "out.pt")
+    assert torch.equal(torch.load(tmp_path / "out.pt")["v"], tree["w"])
+
+
 def test_the_code_is_shown_as_text_and_never_run(tmp_path: Path) -> None:
     file, _ = script_file("scripted", tmp_path / "model.jit")
     seen: list[str] = []
@@ -144,6 +188,27 @@ def test_mobile_bytecode(tmp_path: Path) -> None:
     assert opened.extras["bytecode"]()[1][0].startswith("__torch__.")
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_written_of_attributes_loads_and_what_is_printed_runs(name: str, tmp_path: Path, run: Run) -> None:
+    file, expected = script_file(name, tmp_path / "model.jit")
+    done = run("convert", f"{file}#attributes", "-o", tmp_path / "out.pt")
+    assert (done.code == 0) == (tmp_path / "out.pt").exists()
+    if done.code == 0:
+        torch.load(tmp_path / "out.pt")
+    else:
+        assert "made by its program alone" in done.err
+        kept = tmp_path / "kept.safetensors"  # what ckptool keeps there is no more of a torch file on its way back
+        assert run("convert", f"{file}#attributes", "-o", kept, "--all").code == 0
+        back = run("convert", kept, "-o", tmp_path / "out.pt", "--all")
+        assert back.code == 2 and "made by its program alone" in back.err and not (tmp_path / "out.pt").exists()
+    printed = [line.partition("ckptool ")[2] for line in run("doctor", file).out.split("\n") if " convert " in line]
+    assert len(printed) == (name not in ("frozen", "mostly quantized"))
+    assert all(run(*shlex.split(line)).code == 0 for line in printed)
+    fix = run("bundle", f"a={file}", "-o", tmp_path / "out.tar").err.rpartition(": ckptool ")[2]
+    assert run(*shlex.split(fix.replace("OUT", str(tmp_path / "weights")))).code == 0, fix
+    assert (tmp_path / "weights.safetensors").exists() == bool(expected)
+
+
 @pytest.mark.parametrize("verb", ["remap", "add_module", "rename", "cast", "edit"])
 def test_changes_that_would_lose_the_program_are_refused(verb: str, tmp_path: Path) -> None:
     file, _ = script_file("scripted", tmp_path / "model.jit")
@@ -158,6 +223,13 @@ def test_changes_that_would_lose_the_program_are_refused(verb: str, tmp_path: Pa
 
 
 # Files that are made to mislead ---------------------------------------------------------------------------------------
+
+
+def test_two_modules_in_one_archive_are_ambiguous(tmp_path: Path) -> None:
+    file, _ = script_file("linear", tmp_path / "model.jit")
+    out = with_record(file, tmp_path / "out.pt", "other/data.pkl", b"\x80\x02).")
+    with pytest.raises(Ambiguous, match="two"):
+        read(out)
 
 
 def test_code_that_inflates_without_end_is_refused(tmp_path: Path) -> None:
@@ -212,3 +284,20 @@ def test_attributes_without_a_name_or_with_one_name_twice_are_corrupt(tmp_path: 
         out = with_record(file, tmp_path / "out.jit", f"{file.stem}/data.pkl", pickle)
         with pytest.raises(Corrupt):
             read(out)
+
+
+def test_names_of_code_that_stand_in_each_others_way_are_ambiguous(tmp_path: Path) -> None:
+    file, _ = script_file("linear", tmp_path / "model.jit")
+    for name in ("/".join("a" * 99) + ".py", "__torch__.py/b.py", "__torch__/torch.py"):
+        out = with_record(file, tmp_path / "out.jit", f"{file.stem}/code/{name}", b"text")
+        twice = with_record(out, tmp_path / "twice.jit", f"{file.stem}/code/{name}/b.py", b"below")
+        with pytest.raises(Ambiguous, match="is a file and a folder"):
+            read(twice).extras["code"]()
+
+
+def test_a_program_is_never_written() -> None:
+    from ckptool import formats
+
+    assert not formats.named("torchscript").writable
+    with pytest.raises(UsageError, match="read but not written"):
+        formats.by_name("torchscript")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import collections
 import contextlib
 import importlib
 import json
 import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,14 @@ from ckptool.checkpoint.nodes import ByteString, Global, Object, OrderedDict, Se
 from ckptool.errors import CkptoolError, Conflict, Unsupported
 from ckptool.formats import read, safetensors, torch_zip
 from ckptool.formats.whole_tree import pack
+from ckptool.pickles import decode
 from fixtures.traps import TRAPS, values
 from tests.formats import contract
 from tests.support.cli import Run
 from tests.support.files import carry_out, torch_bytes, written
 from tests.support.looped import examples, looped
 from tests.support.pickled_graphs import as_tree, graphs
-from tests.support.same import assert_same_tree
+from tests.support.same import assert_same_objects, assert_same_tree
 
 REFUSED = {
     "11-wrapper-subclass": "fixtures.traps.classes.Wrapper",
@@ -109,6 +112,45 @@ def test_values_of_every_kind(tmp_path: Path) -> None:
     assert_same_tree(tree, carry(in_memory(tree), tmp_path / "a.safetensors").tree)
 
 
+KEYED: dict[str, Callable[[], Any]] = {
+    "state by parameter": lambda: {torch.nn.Parameter(torch.ones(2)): {"step": 1}},
+    "a tuple with a tensor": lambda: {(torch.zeros(3), 1): 2, (frozenset({torch.ones(1)}),): 3},
+    "a view and its base": lambda: {"a": (w := torch.arange(6.0)), w[2:]: 1, w: 2, torch.ones(2).t(): w.view(2, 3)},
+    "in a set": lambda: [{torch.ones(2)}, frozenset({torch.ones(1, dtype=torch.bfloat16)})],
+}
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".dcp", ".pt"])
+@looped("title", KEYED)
+def test_tensors_that_are_keys_come_back(title: str, suffix: str, tmp_path: Path) -> None:
+    file, out, back = tmp_path / "a.pt", tmp_path / f"out{suffix}", tmp_path / "back.pt"
+    torch.save({"state_dict": {"w": torch.ones(2)}, "x": KEYED[title]()}, file)
+    ckptool.convert(file, out, all=True)
+    ckptool.convert(out, back, all=True)
+    one, other = (torch.load(each, weights_only=False) for each in (file, back))
+    assert_same_objects(one, other, storages=False)
+
+
+def test_every_tensor_that_safetensors_can_hold_is_there_for_others(tmp_path: Path) -> None:
+    tensors = {f"{dtype}.{shape}": torch.zeros(shape, dtype=dtype) for shape in [(), (0,), (2, 0, 3), (2, 3)]
+               for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.uint64)}  # fmt: skip
+    torch.save(tensors, tmp_path / "a.pt")
+    ckptool.convert(tmp_path / "a.pt", tmp_path / "a.safetensors", all=True)
+    stock = load_file(tmp_path / "a.safetensors")
+    assert {(name, t.dtype, t.shape) for name, t in stock.items()} == {
+        (n, t.dtype, t.shape) for n, t in tensors.items()
+    }
+
+
+def test_a_pickle_may_have_as_many_opcodes_as_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "FREE_OPCODES", 1_000)
+    torch.save({"w": torch.ones(1), 5: list(range(5_000))}, tmp_path / "a.pt")
+    for out in ("a.safetensors", "a.dcp"):
+        ckptool.convert(tmp_path / "a.pt", tmp_path / out, **({"all": True} if out == "a.safetensors" else {}))
+        back = read(tmp_path / out)
+        assert back.tree[5] == list(range(5_000)) and not back.notes
+
+
 @pytest.mark.parametrize("keys", [(0, "0"), ("0", 0), (0, "0", "0~int"), ("~storage/0", "__metadata__")])
 def test_keys_that_look_the_same_or_reserved_come_back(keys: tuple[Any, ...], tmp_path: Path) -> None:
     data = (InlineBytes(bytes([n] * 4)) for n in range(len(keys)))
@@ -179,6 +221,23 @@ def test_a_call_in_the_pickle_is_not_run_and_is_seen(tmp_path: Path, run: Run) -
         for out in ("b.pt", "c.safetensors"):
             assert run("edit", path, "--set", "y=1", "-o", tmp_path / out).code == 2, out
         assert not (tmp_path / "ran").exists()
+
+
+def test_a_call_beside_the_metadata_of_a_state_dict_is_seen(tmp_path: Path, run: Run) -> None:
+    torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
+    hidden: Any = collections.OrderedDict()
+    hidden._metadata, hidden.more = {}, Call("os.system", "true")
+    text = base64.b64encode(pickle.dumps(hidden)).decode()
+    ckptool.convert(tmp_path / "a.pt", tmp_path / "one", container="sharded")
+    header, _, data = parts_of(tmp_path / "one" / "model.safetensors")
+    with_pickle(tmp_path / "one" / "model.safetensors", header, text, data)
+    ckptool.convert(tmp_path / "a.pt", tmp_path / "two", shard_size="8B")
+    index = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())
+    index["metadata"]["ckptool.pickle"] = text
+    (tmp_path / "two" / "model.safetensors.index.json").write_text(json.dumps(index))
+    for folder in ("one", "two"):
+        assert run("inspect", tmp_path / folder).code == 0
+        assert run("scan", tmp_path / folder).code == 1, folder
 
 
 class Call:

@@ -14,17 +14,20 @@ import pytest
 import torch
 
 import ckptool
+from ckptool.checkpoint import Computed, FileRange, InlineBytes, blocks
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.tree import walk
-from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt
+from ckptool.errors import Ambiguous, CkptoolError, Conflict, Corrupt, FileChanged, NotACheckpoint, Truncated
+from ckptool.formats import checksums as module
 from ckptool.formats import read, torch_zip
+from ckptool.formats.checksums import checksums, crc_combine
 from ckptool.formats.zip import directory
 from ckptool.formats.zip.directory import CENTRAL, END, END64, LOCAL, LOCATOR, Headers, Record
 from ckptool.formats.zip.writer import end_records, moved_entry
 from ckptool.output.sink import Sink
 from fixtures.make import make_all
 from tests.support.budget import meets_budget
-from tests.support.errors import refused
+from tests.support.errors import refused, unreadable
 from tests.support.files import torch_bytes, written
 from tests.support.zip_mutants import (
     Tally,
@@ -155,6 +158,17 @@ def many(count: int, zip64: bool, path: Path) -> Path:
     return written(body + directory + tail, path)
 
 
+def test_more_entries_than_the_end_record_can_count_are_corrupt(tmp_path: Path) -> None:
+    # As Python writes it, all are there and none is a pickle.
+    for count, zip64, error in (
+        (65_536, False, Corrupt),
+        (65_537, False, Corrupt),
+        (65_535, False, NotACheckpoint),
+        (70_000, True, NotACheckpoint),
+    ):
+        unreadable(many(count, zip64, tmp_path / "a.pt"), error)
+
+
 def test_many_entries_are_read_or_refused_within_the_budget(tmp_path: Path) -> None:
     outcome = meets_budget(many(1_000_001, True, tmp_path / "a.pt"))
     assert outcome.code == "limit-exceeded" and outcome.megabytes < 64
@@ -247,3 +261,66 @@ def test_a_second_directory_however_odd_is_refused_and_nothing_is_cut_off(folder
                 write()
             assert path.read_bytes() == data, number
         assert number % 3 == 0 or type(caught.value) is Ambiguous, (number, caught.value)
+
+
+def test_bytes_of_others_behind_the_archive_are_refused_and_not_cut_off(folder: Path) -> None:
+    """They end in what an interrupted edit leaves at the very end, and do not begin as one."""
+    plain = by_torch(tree(2, 1))
+    for middle in (
+        b"notes of mine, " * 9,
+        b"PK\x03\x04\x14" + bytes(60),
+        b"\0" * 3 + b"x" * 80,
+        by_torch(tree(1, 9), "m")[:-200],
+    ):
+        path = written(plain + middle + plain[-42:], folder / "notes.pt")
+        with pytest.raises(Ambiguous):
+            ckptool.edit(path, set={"mark": 1}, in_place=True)
+        assert path.read_bytes() == plain + middle + plain[-42:]
+
+
+# Checksums ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 31, 1000, 70_001])
+def test_joined(length: int) -> None:
+    chosen = random.Random(length)
+    a, b = chosen.randbytes(77), chosen.randbytes(length)
+    assert crc_combine(zlib.crc32(a), zlib.crc32(b), length) == zlib.crc32(a + b)
+    assert crc_combine(0, zlib.crc32(b), length) == zlib.crc32(b)
+    assert crc_combine(zlib.crc32(a), zlib.crc32(a + b), length) == zlib.crc32(b)  # and parted
+
+
+@pytest.mark.parametrize("alone", [0, 1 << 30])
+def test_of_files_and_of_what_is_computed(alone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ALONE", alone)
+    monkeypatch.setattr(module, "PIECE", 1000)
+    monkeypatch.setattr(blocks, "BLOCK", 300)
+    monkeypatch.setattr(module, "BATCH", 2000)
+    data = random.Random(1).randbytes(100_000)
+    path = tmp_path / "data"
+    path.write_bytes(data)
+    source = Source(path)
+    sizes = [0, 1, 299, 300, 301, 999, 1000, 1001, 5000, 40_000, *[7] * 600]
+    ranges, at = [], 0
+    for size in sizes:
+        ranges.append(FileRange(source, at, size))
+        at += size
+    lazy = Computed(5000, lambda offset, n: data[offset : offset + n])
+    sums = checksums([*ranges, lazy, InlineBytes(b"abc")])
+    expected = [zlib.crc32(data[part.offset : part.offset + part.length]) for part in ranges]
+    assert sums == [*expected, zlib.crc32(data[:5000]), zlib.crc32(b"abc")]
+
+
+def test_what_cannot_be_read_stands_in_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"abc")
+    source = Source(path)
+
+    def broken(offset: int, length: int) -> bytes:
+        raise Corrupt("broken")
+
+    good, bad, short = checksums([InlineBytes(b"x"), Computed(4, broken), Computed(4, lambda offset, n: b"")])
+    assert good == zlib.crc32(b"x") and isinstance(bad, Corrupt) and isinstance(short, Corrupt)
+    path.write_bytes(b"")
+    with pytest.raises((FileChanged, Truncated)):
+        checksums([FileRange(source, 0, 3)])

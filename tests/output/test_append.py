@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from ckptool.checkpoint import Checkpoint
+import ckptool
+from ckptool.checkpoint import Checkpoint, InlineBytes, Storage, TensorEntry
 from ckptool.checkpoint.blocks import Plan
+from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.files import Source
 from ckptool.errors import CkptoolError, Conflict, DiskFull, FileChanged, FileProblem, VerifyFailed
 from ckptool.formats import read, torch_zip
@@ -24,7 +26,7 @@ from tests.support.errors import refused
 from tests.support.files import load, rewritten, torch_bytes, written
 from tests.support.folder_plans import free_space
 from tests.support.same import assert_same_objects, assert_same_tree
-from tests.support.zips import rezipped
+from tests.support.zips import record_starts, rezipped
 
 Operation = tuple[str, int, bytes]
 
@@ -53,6 +55,10 @@ def edit(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> tupl
 
 def prefixed(tree: dict[str, Any]) -> dict[str, Any]:
     return {key if key == "note" else f"module.{key}": part for key, part in tree.items()}
+
+
+def with_a_new_tensor(tree: dict[str, Any]) -> dict[str, Any]:
+    return {**tree, "new": TensorEntry(Storage(InlineBytes(bytes(range(40)))), by_name("u8"), (40,), (1,))}
 
 
 def codes(path: Path) -> list[str]:
@@ -101,6 +107,48 @@ def test_edits_append_and_every_reader_sees_them(archive: str, size: int, tmp_pa
         with zipfile.ZipFile(path) as stock:
             assert stock.testzip() is None
     assert read(path).origin.archive.edits == 5
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("archive", ARCHIVES)
+def test_new_values_are_computed_from_the_file_that_is_edited(archive: str, verify: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    weights = {"fc.weight": torch.randn(16, 8), "fc.bias": torch.randn(16), "ids": torch.arange(60_000)}
+    torch.save({"state_dict": weights}, tmp_path / "t.pt")
+    how = zipfile.ZIP_DEFLATED if "deflated" in archive else zipfile.ZIP_STORED
+    rezipped(tmp_path / "t.pt", path, how)
+    before = path.stat().st_ino
+    ckptool.cast(path, dtype="f16", in_place=True, verify=verify)
+    ckptool.edit(path, set={"epoch": 3}, in_place=True, verify=verify)
+    assert path.stat().st_ino == before
+    expected = {name: tensor.half() if name != "ids" else tensor for name, tensor in weights.items()}
+    assert_same_objects(load(path), {"state_dict": expected, "epoch": 3})
+
+
+def test_the_bytes_added_are_few(tmp_path: Path) -> None:
+    path = written(torch_bytes({f"w{i}": torch.ones(2) for i in range(500)}), tmp_path / "a.pt")
+    before = path.stat().st_size
+    with zipfile.ZipFile(path) as stock:
+        pickle = stock.getinfo("archive/data.pkl").file_size
+        directory = before - stock.start_dir
+    append_in_place(*edit(path, prefixed))
+    assert path.stat().st_size - before <= 2 * (pickle + directory) + (64 << 10)
+
+
+def test_new_storages_are_appended_and_aligned(tmp_path: Path) -> None:
+    path = archive_of("by torch", 10_000, tmp_path)
+    append_in_place(*edit(path, with_a_new_tensor))
+    assert_same_objects(load(path, mmap=True), value(10_000) | {"new": torch.arange(40, dtype=torch.uint8)})
+    assert all(start % 64 == 0 for start in record_starts(path).values())
+
+
+def test_much_new_data_is_better_off_in_a_new_file(tmp_path: Path) -> None:
+    checkpoint = read(archive_of("by torch", 10, tmp_path))
+    large = TensorEntry(Storage(InlineBytes(bytes(100_000))), by_name("u8"), (100_000,), (1,))
+    changed = Checkpoint(
+        {**checkpoint.tree, "new": large}, torch_zip.NAME, checkpoint.metadata, checkpoint.source, checkpoint.origin
+    )
+    assert torch_zip.append(changed) is None
 
 
 def test_an_archive_without_checksums_has_none_afterwards(tmp_path: Path) -> None:
@@ -262,6 +310,17 @@ def test_links_are_refused(tmp_path: Path) -> None:
         with pytest.raises(Conflict, match="one of 2 hard links"):
             append_in_place(*edit(name, prefixed))
     assert path.read_bytes() == before
+
+
+def test_a_second_name_that_a_killed_run_left_is_no_link(tmp_path: Path) -> None:
+    """A new file gets its name by a hard link from its temporary one; killed in between, both are there."""
+    from ckptool.output import durable
+
+    path = archive_of("by torch", 10, tmp_path)
+    os.link(path, durable.hidden_name(str(path)))
+    append_in_place(*edit(path, prefixed))
+    assert_same_objects(load(path), value(10, "module."))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
 
 
 def test_a_second_edit_at_the_same_time_is_refused(tmp_path: Path) -> None:

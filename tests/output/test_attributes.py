@@ -65,6 +65,28 @@ def files(word: bytes = b"new") -> Plan:
     return Plan({"a.bin": [InlineBytes(word)], "b.bin": [InlineBytes(word)]})
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o444, 0o755])
+def test_a_file_that_is_replaced_also_through_a_link(mode: int, tmp_path: Path) -> None:
+    path, link = tmp_path / "x", tmp_path / "link"
+    path.write_bytes(b"old")
+    link.symlink_to(path)
+    before = decked_out(path, mode)
+    for target, word in ((path, b"new"), (link, b"newer")):
+        assert replace_file(word, target, overwrite=True) == ()
+        assert path.read_bytes() == word and link.is_symlink() and seen(path) == before
+
+
+def test_a_folder_that_is_replaced_and_the_files_in_it(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "a.bin").write_bytes(b"old")
+    (folder / "old.bin").write_bytes(b"old")
+    whole, file = decked_out(folder, 0o750), decked_out(folder / "a.bin", 0o640)
+    assert replace_folder(files(), folder, overwrite=True, replaceable=["old.bin"]) == ()
+    assert sorted(os.listdir(folder)) == ["a.bin", "b.bin"] and (folder / "a.bin").read_bytes() == b"new"
+    assert seen(folder) == whole and seen(folder / "a.bin") == file
+
+
 def test_hard_links_stay_names_of_the_old_file_and_are_mentioned(tmp_path: Path) -> None:
     path, other = tmp_path / "x", tmp_path / "other"
     path.write_bytes(b"old")
@@ -72,6 +94,12 @@ def test_hard_links_stay_names_of_the_old_file_and_are_mentioned(tmp_path: Path)
     (note,) = replace_file(b"new", path, overwrite=True)
     assert "hard links (1 more)" in note.message and (path.read_bytes(), other.read_bytes()) == (b"new", b"old")
     assert replace_file(b"newer", path, overwrite=True) == ()
+
+
+def test_a_new_file_has_what_files_have_there(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_bytes(b"x")
+    replace_file(b"new", tmp_path / "x")
+    assert seen(tmp_path / "x") == seen(tmp_path / "plain")
 
 
 def test_an_access_list_that_the_folder_hands_out_is_not_put_on_a_file_without_one(tmp_path: Path) -> None:

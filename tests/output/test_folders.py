@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import ckptool
 from ckptool.checkpoint import InlineBytes
 from ckptool.checkpoint.blocks import Plan
 from ckptool.errors import Conflict, FileProblem, OutputExists
+from ckptool.formats import read
 from ckptool.output import durable, folders
 from ckptool.output.folders import replace_folder
 from tests.support.errors import refused, three_parts
@@ -40,6 +42,20 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 # What it does --------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the way to write its name; an empty one is no obstacle."""
+    monkeypatch.chdir(tmp_path)
+    told: list[tuple[int, int]] = []
+    assert replace_folder(plan(), "new", progress=lambda done, total: told.append((done, total))) == ()
+    assert contents(tmp_path / "new") == NEW
+    assert told[-1] == (10, 10) and [done for done, _ in told] == sorted(done for done, _ in told)
+    (tmp_path / "out").mkdir(mode=0o750)
+    for number, target in enumerate(["out", "out/", "./out", f"../{tmp_path.name}/out"]):
+        replace_folder(plan(OLD if number else NEW), target, overwrite=bool(number), replaceable=["a", "b", "c"])
+        assert contents(tmp_path / "out") == (OLD if number else NEW) and names(tmp_path) == ["new", "out"]
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
 
 
 @pytest.mark.parametrize("answer", [None, 0, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EIO])
@@ -194,6 +210,23 @@ def test_what_cannot_be_opened_does_not_keep_the_rest_from_being_swept(tmp_path:
     assert len(names(tmp_path)) == 4 and all(path.is_symlink() for path in tmp_path.iterdir())
 
 
+def test_two_runs_that_remove_one_folder_leave_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "left"
+    folder.mkdir()
+    for name in "abc":
+        (folder / name).write_bytes(b"x")
+    unlink, listed = os.unlink, os.listdir
+
+    def names_then_one_goes(folder: int) -> list[str]:
+        found = listed(folder)
+        unlink(found[0], dir_fd=folder)
+        return found
+
+    monkeypatch.setattr(os, "listdir", names_then_one_goes)
+    durable.remove(str(folder))
+    assert not folder.exists()
+
+
 @pytest.mark.parametrize("removing", ["sweep", "remove"])
 @pytest.mark.parametrize("moment", ["before", "between"])
 def test_a_folder_that_is_swapped_for_a_link_while_it_is_removed_leads_nowhere(
@@ -267,3 +300,16 @@ def test_a_verb_replaces_only_the_checkpoint_that_is_there(tmp_path: Path) -> No
     (out / "model-00001-of-00009.safetensors").unlink()
     ckptool.convert(file, out, container="sharded", overwrite=True)
     assert names(out) == ["model.safetensors"] and names(tmp_path) == ["model.pt", "out"]
+
+
+def test_a_file_and_a_folder_do_not_replace_each_other_nor_themselves_unasked(tmp_path: Path) -> None:
+    file, out = model(tmp_path), tmp_path / "out"
+    ckptool.convert(file, out, shard_size="24B")
+    refused(Conflict, tmp_path, lambda: ckptool.add_module(out, out), "is the input itself")
+    ckptool.add_module(out, out, overwrite=True, verify=True)
+    assert list(read(out).tree) == ["module.a", "module.b", "module.c"] and names(tmp_path) == ["model.pt", "out"]
+    with pytest.raises(FileProblem, match="it is a folder"):
+        ckptool.convert(file, out, container="torch-zip", overwrite=True)
+    with pytest.raises(FileProblem, match="it is a file"):
+        ckptool.convert(file, file, container="sharded", overwrite=True)
+    assert read(file).container == "torch-zip"

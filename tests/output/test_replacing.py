@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -19,11 +20,12 @@ from typing import Any
 import pytest
 
 from ckptool.checkpoint import Computed, FileRange, InlineBytes
-from ckptool.checkpoint.blocks import Plan, Segment
+from ckptool.checkpoint.blocks import Checksummed, Crc, Plan, Segment
 from ckptool.checkpoint.files import Source
 from ckptool.errors import Corrupt, DiskFull, FileChanged, FileProblem, OutputExists, VerifyFailed
-from ckptool.output import check_target, folders, replace_file
+from ckptool.output import check_target, durable, folders, replace_file
 from ckptool.output.folders import check_folder, replace_folder
+from tests.support.errors import refused, three_parts
 from tests.support.files import contents
 from tests.support.folder_plans import NEW, OLD, free_space, names
 from tests.support.hostile_system import temporaries
@@ -100,6 +102,21 @@ def raising(error: BaseException) -> Computed:
         raise error
 
     return Computed(4, read)
+
+
+def test_it_is_not_replaced_unasked(target: Target) -> None:
+    with pytest.raises(OutputExists, match="already exists") as caught:
+        target.write(overwrite=False)
+    three_parts(caught.value)
+    assert target.is_untouched
+
+
+def test_the_target_of_a_link_is_replaced(target: Target, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("in/out")
+    refused(OutputExists, tmp_path, lambda: target.write(path=tmp_path / "link", overwrite=False))
+    target.write(path=tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and target.holds(target.path, new=True)
+    assert names(tmp_path / "in") == ["out"] and names(tmp_path) == ["in", "link"]
 
 
 def test_someone_else_makes_it_meanwhile(target: Target) -> None:
@@ -221,6 +238,15 @@ def test_what_verify_refuses_is_not_put_in_place(target: Target) -> None:
     with pytest.raises(VerifyFailed):
         target.write(verify=refuse)
     assert target.is_untouched
+
+
+@pytest.mark.parametrize("size", [1, 1000, 3_000_000])
+def test_a_checksum_that_does_not_match_on_the_way(size: int, target: Target, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(size))
+    for data in (FileRange(Source(tmp_path / "data"), 0, size), InlineBytes(bytes(size))):
+        with pytest.raises(Corrupt, match="weights does not match"):
+            target.write(Checksummed(data, Crc(expected=1, name="weights")))
+        assert target.is_untouched
 
 
 @pytest.mark.parametrize(
@@ -391,6 +417,15 @@ def file_plan(data: bytes = b"new") -> Plan:
 # What there is at the target ------------------------------------------------------------------------------------------
 
 
+def test_names_that_are_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("real")  # which leads to nothing yet
+    for target in ("link", "é" * 127, "./relative"):
+        replace_file(file_plan(), target)
+        assert Path(target).read_bytes() == b"new"
+    assert Path("link").is_symlink() and names(tmp_path) == ["link", "real", "relative", "é" * 127]
+
+
 def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*args: Any) -> None:
         raise OSError(errno.EPERM, "no links here")
@@ -402,3 +437,35 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(OutputExists):
         replace_file(file_plan(), two, verify=lambda path: two.write_bytes(b"theirs") and None)
     assert two.read_bytes() == b"theirs" and names(tmp_path) == ["out", "two"]
+
+
+# What goes wrong ------------------------------------------------------------------------------------------------------
+
+
+# Temporary files -----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_only_looks_like_ours_is_left_alone(tmp_path: Path) -> None:
+    for name in (".ckptool-notes.tmp", ".ckptool-0123456789abcdef-x.tmp", Path(durable.hidden_name("out", "x")).name):
+        (tmp_path / name).write_bytes(b"theirs")
+    before = names(tmp_path)
+    replace_file(file_plan(), tmp_path / "out")
+    assert names(tmp_path) == sorted([*before, "out"])
+
+
+def test_a_new_temporary_file_is_not_taken_for_one_that_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between being made and being locked it is nobody's; another run may sweep it then. Its writer notices, and makes
+    another."""
+    real, swept = fcntl.flock, []
+
+    def slow(fd: int, operation: int) -> None:
+        if not swept:
+            swept.append(1)
+            durable.sweep_folder(str(tmp_path))
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    replace_file(file_plan(), tmp_path / "out")
+    assert swept and (tmp_path / "out").read_bytes() == b"new" and names(tmp_path) == ["out"]

@@ -8,6 +8,8 @@ import os
 import random
 import threading
 import zlib
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,44 @@ def test_random_plans(seed: int, tmp_path: Path) -> None:
             assert segment.crc.value == zlib.crc32(bytes_of(segment))
 
 
+def test_adjacent_ranges_are_one_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = source(tmp_path, noise(1_000_000))
+    copies: list[tuple[int, int]] = []
+    real = sink.copy_range
+
+    def counted(source: Source, offset: int, fd: int, at: int, length: int, progress: Any) -> None:
+        copies.append((offset, length))
+        real(source, offset, fd, at, length, progress)
+
+    monkeypatch.setattr(sink, "copy_range", counted)
+    ranges: list[Segment] = [FileRange(file, at, 100) for at in range(70_000, 900_000, 100)]
+    first: list[Segment] = [InlineBytes(b"head"), FileRange(file, 0, 70_000)]
+    assert wrote(tmp_path, [*first, *ranges]) == b"head" + noise(1_000_000)[:900_000]
+    assert copies == [(0, 900_000)]
+    copies.clear()
+    other = source(tmp_path, noise(200_000, 5), "other")
+    expected = noise(1_000_000)[:100_000] + noise(200_000, 5)[100_000:]
+    assert wrote(tmp_path, [FileRange(file, 0, 100_000), FileRange(other, 100_000, 100_000)]) == expected
+    assert len(copies) == 2
+
+
+@pytest.mark.parametrize("size", [100, 5_000_000])  # summed in passing, and in a thread
+def test_late_segments_are_made_when_all_sums_before_them_are_known(tmp_path: Path, size: int) -> None:
+    data = noise(size)
+    crc = Crc()
+    late = Deferred(4, lambda: crc.value.to_bytes(4, "little"))
+    written = wrote(
+        tmp_path, [Checksummed(FileRange(source(tmp_path, data), 0, size), crc), late, InlineBytes(b"end"), late]
+    )
+    total = zlib.crc32(data).to_bytes(4, "little")
+    assert written == data + total + b"end" + total
+
+
+def test_a_late_segment_of_another_length_is_our_own_mistake(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="3 bytes where 4"):
+        wrote(tmp_path, [Deferred(4, lambda: b"abc")])
+
+
 @pytest.mark.parametrize("size", [10, 70_000, 3 * sink.COMPUTE + 5])
 def test_a_wrong_sum_is_refused_before_anything_is_made_of_it(size: int, tmp_path: Path) -> None:
     data, later = noise(size), list[int]()
@@ -107,6 +147,31 @@ def test_what_is_read_only_in_part_is_checked_as_a_whole(tmp_path: Path) -> None
     bad = Storage(good.data, crc=1)
     assert wrote(tmp_path, [FileRange(good.data.file, 5, 10)], [good]) == data[5:15]
     refused(Corrupt, tmp_path, lambda: wrote(tmp_path, [FileRange(good.data.file, 5, 10)], [bad]))
+
+
+def test_the_inputs_of_what_is_computed_are_checked_through_all_levels(tmp_path: Path) -> None:
+    data = noise(200_000)
+    for crc in (zlib.crc32(data), 7):
+        lowest = Storage(FileRange(source(tmp_path, data), 0, len(data)), crc=crc)
+        top = computed(data[::-1], Storage(computed(data, lowest)))
+        with nullcontext() if crc != 7 else pytest.raises(Corrupt):
+            assert wrote(tmp_path, [top, top]) == data[::-1] * 2
+
+
+def test_an_input_is_summed_up_once(tmp_path: Path) -> None:
+    asked: list[tuple[int, int]] = []
+    data = noise(1000)
+    storage = Storage(computed(data, asked=asked), crc=zlib.crc32(data))
+    wrote(tmp_path, [computed(b"a", storage), computed(b"b", storage), InlineBytes(b"c")], [storage])
+    assert asked == [(0, 1000)]
+
+
+def test_what_is_computed_is_asked_front_to_back_in_bounded_pieces(tmp_path: Path) -> None:
+    asked: list[tuple[int, int]] = []
+    data = noise(9_000_000)
+    assert wrote(tmp_path, [computed(data, asked=asked)]) == data
+    assert [offset for offset, _ in asked] == sorted(offset for offset, _ in asked)
+    assert max(length for _, length in asked) <= sink.COMPUTE
 
 
 def test_a_stream_is_never_read_by_two_threads(tmp_path: Path) -> None:
@@ -190,3 +255,51 @@ def test_threads_are_gone_after_an_interrupt(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         wrote(tmp_path, [copied, InlineBytes(b"x")], progress=interrupt)
     assert threading.active_count() == before
+
+
+def test_what_is_made_of_a_late_segment_is_made_after_it(tmp_path: Path) -> None:
+    """The sum of two ranges is added up late, as theirs is still under way; then that ends, and it is asked for."""
+    data = noise(8 << 20)
+    file, parts, sums = source(tmp_path, data), [Crc(), Crc()], [0]
+    fd = os.open(tmp_path / "out", os.O_CREAT | os.O_RDWR)
+    begun, total = threading.Event(), len(data) + 4
+    writer = Sink(fd, 0, total, None)
+    wait = writer._sum_up
+    writer._sum_up = lambda data, crc: begun.wait(30) and wait(data, crc)  # type: ignore[method-assign,assignment]
+
+    def add_up() -> bytes:
+        sums[0] = sum(part.value for part in parts)
+        return b""
+
+    def segments() -> Iterator[Segment]:
+        for number, part in enumerate(parts):
+            yield Checksummed(FileRange(file, number * (4 << 20), 4 << 20), part)
+        yield Deferred(0, add_up)
+        begun.set()
+        for job in writer.jobs:
+            job.result()
+        yield Deferred(4, lambda: (sums[0] & 0xFFFFFFFF).to_bytes(4, "little"))
+
+    writer.write(segments())
+    os.close(fd)
+    expected = sum(zlib.crc32(data[at : at + (4 << 20)]) for at in (0, 4 << 20)) & 0xFFFFFFFF
+    assert (tmp_path / "out").read_bytes() == data + expected.to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("failing", range(1, 8))
+def test_a_piece_that_cannot_be_written_behind_is_an_error(
+    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever piece it is, of the first tensor or of one after it; no piece is written after the sink has ended."""
+    real, calls = sink.write_all, list[int]()
+
+    def full(fd: int, data: Any, at: int) -> None:
+        calls.append(at)
+        if len(calls) == failing:
+            raise OSError(errno.ENOSPC, "no space left")
+        real(fd, data, at)
+
+    monkeypatch.setattr(sink, "write_all", full)
+    with pytest.raises(OSError, match="no space left"):
+        wrote(tmp_path, [computed(noise(4 * sink.COMPUTE, seed)) for seed in range(2)])
+    assert len(calls) <= failing + sink.BEHIND

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import pickle
 import pickletools
 import random
@@ -46,6 +47,19 @@ def test_what_python_pickles_is_decoded_as_the_same_graph(graph: Any, protocol: 
     assume(protocol or b"Fnan" not in data)  # protocol 0 spells floats as text, without a NaN's payload
     decodes_to(data, as_tree(graph))
     assert decode_pickle(data + b"\x80\x02K\x01.").end == len(data), "what comes after the end is not read"
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@looped("size", [0, 1, 2, 999, 1000, 1001, 2000, 2001])
+def test_long_containers_and_their_batches(size: int, protocol: int) -> None:
+    thing = Thing(0)
+    thing.__dict__.update({f"a{i}": i for i in range(size)})
+    ordered = collections.OrderedDict((i, str(i)) for i in range(size))
+    numbers = range(size)
+    value = [list(numbers), dict.fromkeys(numbers), set(numbers), tuple(numbers), ordered, thing, "é" * size]
+    data = pickle.dumps(value, protocol)
+    decodes_to(data, as_tree(value))
+    assert protocol != 2 or to_bytes(as_tree(value)) == data
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -173,11 +187,35 @@ def test_arguments_that_torch_does_not_write_stay_a_call(arguments: bytes) -> No
 ORDERED = b"ccollections\nOrderedDict\n"
 
 
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        (F + b")R0N.", ["a.f"]), (b"(" + F + b")R1N.", ["a.f"]), (F + b")Rq\x000N.", ["a.f"]),
+        (b"}" + F + b")RNs.", []),  # a key
+        (b"ca\nB\n)\x81" + F + b")Rb.", []),  # a state
+        (ORDERED + b")R0ca\nB\n)\x810N.", ["a.B"]), (ORDERED + b"0ca\nB\n0N.", ["a.B"]), (ORDERED + b")R0N.", []),
+    ],
+)  # fmt: skip
+def test_discarded_calls_are_reported(data: bytes, names: list[str]) -> None:
+    found = decode_pickle(data).discarded
+    assert [str(each) if type(each) is Global else each.name for each in found] == names
+
+
 def test_an_unknown_call_swallowed_by_a_known_one_is_reported() -> None:
     hooks = ORDERED + F + b")R\x85R"
     tensor = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(NQK\x00K\x04\x85K\x01\x85\x89" + hooks + b"tR."
     decoded = decode(tensor, lambda pid: storage(), BUILDERS)
     assert "a.f" in {use.name for use in uses([decoded.root, decoded.discarded])}
+
+
+@pytest.mark.parametrize("args", [
+    b"X\1\0\0\0aX\5\0\0\0rot13\x86", b"X\1\0\0\0aX\3\0\0\0hex\x86", b"K\x01X\6\0\0\0latin1\x86",
+    b"X\2\0\0\0\xc4\x80X\6\0\0\0latin1\x86",
+])  # fmt: skip
+def test_other_codecs_stay_unknown_calls(args: bytes) -> None:
+    decoded = decode_pickle(b"c_codecs\nencode\n" + args + b"R.")
+    assert isinstance(decoded.root, Object)
+    assert decode_pickle(b"c_codecs\nencode\n" + args + b"R0N.").discarded
 
 
 # Hostile pickles, beside those in files (`test_hostile_pickle`) -------------------------------------------------------
@@ -255,6 +293,15 @@ def to_bytes(tree: Any) -> bytes:
 
 def back(data: bytes) -> Any:
     return decode(data, lambda pid: pid, BUILDERS).root
+
+
+@settings(max_examples=examples(200))
+@given(graphs())
+def test_what_is_encoded_python_loads_as_the_same_graph(graph: Any) -> None:
+    tree = as_tree(graph)
+    data = to_bytes(tree)
+    assert_same_tree(back(data), tree)
+    assert_same_objects(pickle.loads(data), graph)
 
 
 @settings(max_examples=examples(100))

@@ -25,7 +25,16 @@ from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles import calls
 from ckptool.pickles.decode import decode
 from tests.support.errors import refused
-from tests.support.hidden import UNKNOWN, HiddenCall, HiddenEffect, fate, hidden_calls, hidden_effects
+from tests.support.hidden import (
+    UNKNOWN,
+    HiddenCall,
+    HiddenEffect,
+    combinations,
+    fate,
+    hidden_calls,
+    hidden_effects,
+    known_names,
+)
 from tests.support.hostile_inputs import integer, name, pickle_zip, program, tensor, text
 from tests.support.looped import looped
 from tests.support.processes import soon
@@ -157,6 +166,10 @@ def sweep(chosen: list[tuple[HiddenCall, str]], folder: Path, patch: pytest.Monk
 )
 def test_hidden_calls_are_not_passed_on(count: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep(sampled(count, seed), tmp_path, monkeypatch)
+
+
+def test_every_known_name_can_be_among_them() -> None:
+    assert len(known_names()) > 900 and combinations() > 400_000
 
 
 # Pickles beside the checkpoint's own ----------------------------------------------------------------------------------
@@ -439,3 +452,11 @@ def test_what_many_objects_share_is_counted(shared: str) -> None:
         assert len(few.root) == 3 and (shared == "attributes of a tensor" or calls.is_inert(few.root))
         with pytest.raises(LimitExceeded, match="share parts"):
             decode(program(made + b"](" + each * 30_000 + b"e", 4), lambda key: key, BUILDERS)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_arrays_of_objects_in_fields_are_harmless(tmp_path: Path) -> None:
+    arrays = [np.array([1, "a"], object), np.zeros(2, [("a", "O"), ("b", "i4")]), np.zeros(2, [("a", [("c", "O", 2)])])]
+    for protocol in (2, 4):
+        torch.save({"w": torch.ones(1), "x": arrays}, tmp_path / "in.pt", pickle_protocol=protocol)
+        assert not ckptool.scan(tmp_path / "in.pt").findings

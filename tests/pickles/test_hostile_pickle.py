@@ -129,6 +129,36 @@ def test_cycles_are_shown_and_kept(title: str, see: Callable[..., Seen], tmp_pat
         assert_same_tree(checkpoint, read(tmp_path / out))
 
 
+def test_of_cyclic_trees_only_the_weights_are_converted(tmp_path: Path) -> None:
+    """There is no place for the rest: it is named, and left behind."""
+    opened_pickle(CYCLES["dict"], tmp_path)
+    done = ckptool.convert(tmp_path / "input.pt", tmp_path / "out.safetensors")
+    assert list(read(tmp_path / "out.safetensors").tree) == ["a.weight", "a.bias"] and "me" in str(done)
+    opened_pickle(CYCLES["list"], tmp_path)
+    with pytest.raises(CkptoolError):
+        ckptool.convert(tmp_path / "input.pt", tmp_path / "other.safetensors")
+
+
+def test_control_characters_in_names_are_escaped(see: Callable[..., Seen], tmp_path: Path) -> None:
+    keys = ["\x1b[31mred", "new\nline", "zero\0", "half\ud800", "turned\u202e", "\x9b31m", ""]
+    pickle = state_pickle({key: tensor((4,), (1,)) for key in keys})
+    found = see(pickle_zip(pickle))
+    assert {found.codes()[command] for command in LOOKING} == {"ok"}
+    assert list(opened_pickle(pickle, tmp_path).tree) == keys
+    assert "\\x1b[31mred" in str(ckptool.inspect(tmp_path / "input.pt"))
+
+
+def test_a_file_whose_keys_are_objects_is_the_same_as_itself(tmp_path: Path) -> None:
+    """Found by fuzzing: such keys equal nothing but themselves; training frameworks use callbacks as keys."""
+    made = name("models", "Callback") + b")\x81}" + text("n")
+    for keys in ((b"K\x01", b"K\x02"), (b"K\x01", b"K\x01")):
+        pickle = program(b"}(" + b"".join(made + key + b"sbK\x07" for key in keys) + b"u")
+        opened_pickle(pickle, tmp_path)
+        assert ckptool.diff(tmp_path / "input.pt", tmp_path / "input.pt").same
+        (tmp_path / "other.pt").write_bytes(pickle_zip(pickle.replace(b"K\x01sb", b"K\x05sb")))
+        assert not ckptool.diff(tmp_path / "input.pt", tmp_path / "other.pt").same
+
+
 # Rows 70 to 75: bombs. Each of them within the limits, in every verb --------------------------------------------------
 
 

@@ -21,6 +21,47 @@ from ckptool.errors import CkptoolError
 from tests.support.cli import Run
 from tests.support.files import saved
 from tests.support.hidden import hidden_effects
+from tests.support.hostile_inputs import name, pickle_zip, program, tensor, text
+
+ITEMS, ELEMENTS, STATE = text("a") + b"K\x01s", b"K\x01a", b"}" + text("a") + b"K\x01sb"
+
+
+def _file(path: Path, module: str, attribute: str, given: bytes) -> Path:
+    value = name(module, attribute) + b")\x81" + given
+    path.write_bytes(pickle_zip(program(b"}(" + text("w") + tensor((4,), (1,)) + text("x") + value + b"u")))
+    return path
+
+
+def test_known_dictionaries_and_lists_take_them_silently(tmp_path: Path) -> None:
+    for module, attribute in (
+        ("lightning_fabric.utilities.data", "AttributeDict"),
+        ("easydict", "EasyDict"),
+        ("addict.addict", "Dict"),
+        ("mmcv.utils.config", "ConfigDict"),
+        ("mmengine.config.config", "ConfigDict"),
+        ("argparse", "Namespace"),
+        ("ultralytics.utils", "IterableSimpleNamespace"),
+        ("munch", "Munch"),
+    ):
+        assert not ckptool.scan(_file(tmp_path / "in.pt", module, attribute, ITEMS)).findings, module
+
+
+def test_private_and_removed_layers_of_torch_pass(tmp_path: Path) -> None:
+    quiet = (("linear", "_LinearWithBias"), ("conv", "_ConvTransposeMixin"), ("loss", "NLLLoss2d"))
+    for module, attribute in (*quiet, ("linear", "NoSuchLayer"), ("activation", "_Gone")):
+        file = _file(tmp_path / "in.pt", f"torch.nn.modules.{module}", attribute, STATE)
+        assert bool(ckptool.scan(file).findings) is ((module, attribute) not in quiet)
+        assert ckptool.rename(file, ["w => v"], tmp_path / "out.pt", overwrite=True)
+        for given in (ITEMS, ELEMENTS):  # of which no layer has any
+            assert ckptool.scan(_file(tmp_path / "in.pt", f"torch.nn.modules.{module}", attribute, given)).findings
+    hooks = b"}(" + b"".join(b"K" + bytes([n]) + value for n, value in enumerate((b"N", b"N", b"}", b"\x88", b"N")))
+    file = _file(tmp_path / "in.pt", "torch.nn.modules.linear", "Tensor", hooks + b"ub")  # which its module imports
+    assert ckptool.scan(file).findings
+    for attribute in ("functional", "os.system", "Linear.forward"):  # no classes
+        assert ckptool.scan(_file(tmp_path / "in.pt", "torch.nn.modules.linear", attribute, STATE)).findings
+    arguments = name("torch.nn.modules.linear", "_LinearWithBias") + b"K\x02K\x02\x86R"
+    (tmp_path / "in.pt").write_bytes(pickle_zip(program(b"}" + text("x") + arguments + b"s")))
+    assert ckptool.scan(tmp_path / "in.pt").findings
 
 
 class _Quantized(nn.Module):
@@ -185,6 +226,22 @@ def values_of(node: Any) -> Any:
     if isinstance(node, torch.Tensor):
         return str(node.dtype), node.tolist()
     return node.__name__ if isinstance(node, type) else node
+
+
+@pytest.mark.usefixtures("libraries")
+@pytest.mark.parametrize("name", files())
+def test_every_verb_that_keeps_a_tree_keeps_them(name: str, tmp_path: Path) -> None:
+    file, given = tmp_path / "in.pt", files()[name]
+    expected = values_of(given)
+    torch.save(given, file)
+    assert not ckptool.scan(file).findings
+    ckptool.remap(file, tmp_path / "remapped.pt", to="cuda:0")
+    ckptool.convert(file, tmp_path / "all.safetensors", all=True)
+    ckptool.convert(tmp_path / "all.safetensors", tmp_path / "back.pt")
+    for out in ("remapped.pt", "back.pt"):
+        found = torch.load(tmp_path / out, weights_only=False, map_location="cpu")
+        assert values_of(found) == expected
+    assert {note.code for note in ckptool.inspect(file).notes} == {"weights-only"}
 
 
 @pytest.mark.usefixtures("libraries")

@@ -12,6 +12,7 @@ import decimal
 import enum
 import functools
 import importlib
+import inspect as inspect_module
 import logging
 import pathlib
 import pickle
@@ -34,6 +35,7 @@ import ckptool
 from ckptool.checkpoint.nodes import Global
 from ckptool.errors import UnsafeObject
 from ckptool.pickles import known
+from ckptool.pickles import plain as values
 from ckptool.pickles.known import TORCH_CLASSES
 from tests.support.errors import refused
 from tests.support.hostile_inputs import ONE, name, pickle_zip, program, text
@@ -58,6 +60,11 @@ def test_every_module_of_torch_nn_is_listed() -> None:
     for cls in (*public, *optimizers, *schedulers):
         kind = known.kind_of(Global(cls.__module__, cls.__qualname__))
         assert kind is not None and kind.empty and not kind.custom, cls
+
+
+def test_every_word_for_a_value_is_one_that_a_value_is_made_for() -> None:
+    words = {kind.value for kind in known._KINDS.values()} - {""}
+    assert words - {"uninitialized"} == set(values._VALUES)
 
 
 def test_every_name_is_also_known_as_protocol_2_spells_it() -> None:
@@ -238,6 +245,42 @@ def test_names_are_said_to_be_taken_where_torch_takes_them(tmp_path: Path) -> No
         module, _, attribute = full.rpartition(".")
         (tmp_path / "in.pt").write_bytes(pickle_zip(program(b"}" + text("x") + name(module, attribute) + b"s"), ONE))
         assert takes(tmp_path / "in.pt") is is_said_to_be_taken(tmp_path / "in.pt"), full
+
+
+def _noted(tensor: torch.Tensor, note: Any) -> torch.Tensor:
+    tensor.note = note  # type: ignore[attr-defined]
+    return tensor
+
+
+NESTED_SETS: dict[str, Callable[[], Any]] = {
+    "sets in a set": lambda: {frozenset({1, 2}), frozenset(), 3},
+    "sets in keys": lambda: {(frozenset({1}), 2): 3, frozenset({4}): 5},
+    "sets and members in a set": lambda: {frozenset({inspect_module.Parameter.empty}), "a", Colour.RED},
+}
+
+
+@pytest.mark.parametrize("title", NESTED_SETS)
+def test_plain_values_of_what_is_hashed_can_be_hashed(title: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "x": NESTED_SETS[title]()}, tmp_path / "in.pt")
+    assert not takes(tmp_path / "in.pt") and not is_said_to_be_taken(tmp_path / "in.pt")
+    ckptool.convert(tmp_path / "in.pt", tmp_path / "out.pt", weights_only=True)
+    assert len(torch.load(tmp_path / "out.pt", weights_only=True)["x"]) in (2, 3)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize(
+    "value",
+    [b"a", b"", bytearray(b"a"), bytearray(), "a", frozenset()]
+    + [
+        [_noted(torch.ones(2), note)] for note in (torch.ones(1), b"", bytearray(), frozenset(), {1}, {"a": (b"",)}, 1j)
+    ],
+)
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_bytes_and_attributes_are_said_to_be_taken_where_torch_takes_them(
+    value: Any, protocol: int, tmp_path: Path
+) -> None:
+    torch.save({"x": value}, tmp_path / "in.pt", pickle_protocol=protocol)
+    assert takes(tmp_path / "in.pt") is is_said_to_be_taken(tmp_path / "in.pt")
 
 
 # Live objects ---------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from ckptool.checkpoint import InlineBytes, Storage, StorageRef, TensorEntry
 from ckptool.checkpoint.dtypes import by_name
 from ckptool.checkpoint.graph import structural_parts, visit
+from ckptool.checkpoint.nodes import Global, Set
 from ckptool.errors import CkptoolError, Corrupt
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles import decode as decoding
@@ -182,6 +183,23 @@ def test_plain_values_are_what_python_says(count: int, request: pytest.FixtureRe
 # Names of nested classes, and numbers of protocol 0 -------------------------------------------------------------------
 
 
+class Outer:
+    class Inner: ...
+
+
+def test_names_of_python_2_are_those_of_python_3_where_the_protocol_is_raised() -> None:
+    """Readers translate `__builtin__` up to protocol 2; above it they look for a module of that name."""
+    names = [("__builtin__", name) for name in ("set", "xrange", "unicode")]
+    names += [("copy_reg", "_reconstructor"), ("itertools", "imap"), ("Queue", "Queue")]
+    names += [("collections", "OrderedDict"), ("exceptions", "ValueError")]
+    globals_ = [Global(*name) for name in names]
+    expected = [pickle.loads(b"\x80\x02c%b\n%b\n." % (module.encode(), name.encode())) for module, name in names]
+    nested = Global(__name__, "Outer.Inner")
+    assert pickle.loads(encode(globals_, str)) == expected
+    assert pickle.loads(encode([*globals_, nested, Set([1])], str)) == [*expected, Outer.Inner, {1}]
+    assert encode([nested], str)[:2] == b"\x80\x04" and encode(globals_, str)[:2] == b"\x80\x02"
+
+
 PIECES = st.sampled_from(
     ["", "+", "-", "0", "1", "00", "01", "7", "10", "9", "x", "_", " ", "L", "e", ".", "inf", "nan", "\t", "0x"]
 )
@@ -200,6 +218,12 @@ def test_numbers_of_protocol_0_are_those_of_pythons_reader_or_refused(opcode: st
         return
     theirs = pickle.loads(data)
     assert type(ours) is type(theirs) and (ours == theirs or ours != ours)
+
+
+@given(st.one_of(st.integers(), st.booleans(), st.floats()))
+def test_numbers_that_python_writes_in_protocol_0_are_read(number: Any) -> None:
+    found = decode(pickle.dumps(number, 0), lambda _: None, {}).root
+    assert type(found) is type(number) and (found == number or number != number)
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------

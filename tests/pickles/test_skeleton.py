@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import pickle
+import random
 import struct
 import tracemalloc
 from pathlib import Path
@@ -20,12 +21,13 @@ from hypothesis import strategies as st
 from ckptool.checkpoint import FileRange, InlineBytes
 from ckptool.checkpoint.files import Source
 from ckptool.checkpoint.numpy_arrays import LongValue
-from ckptool.errors import CkptoolError, Corrupt, LimitExceeded
+from ckptool.errors import CkptoolError, Corrupt, LimitExceeded, Truncated
 from ckptool.formats.nested_streams import BUILDERS
 from ckptool.pickles import decode as lexing
 from ckptool.pickles.decode import Decoded, Skeleton, decode, decode_lazily, skeleton
-from ckptool.pickles.strings import unstub
+from ckptool.pickles.strings import encoded, unstub
 from tests.support.looped import examples, looped
+from tests.support.own_classes import Thing
 from tests.support.pickled_graphs import as_tree, decode_pickle, graphs
 from tests.support.processes import soon
 from tests.support.same import assert_same_tree
@@ -119,6 +121,26 @@ def test_pythons_frames_with_long_bytes_between_them(protocol: int) -> None:
 # What builders make of stubs ------------------------------------------------------------------------------------------
 
 
+def latin1(content: bytes) -> bytes:
+    """How protocol 2 spells bytes."""
+    text = content.decode("latin-1").encode()
+    return b"\x80\x02c_codecs\nencode\nX" + struct.pack("<I", len(text)) + text + b"X\x06\0\0\0latin1\x86R."
+
+
+@pytest.mark.parametrize("kind", ["noise", "ascii", "high"])
+def test_bytes_spelled_as_text_are_read_piece_by_piece(kind: str) -> None:
+    content = {"noise": random.Random(2).randbytes(400_000), "ascii": b"a" * 200_000, "high": b"\xff" * 200_000}[kind]
+    made = skeleton(InlineBytes(latin1(content)), name="a")
+    stub = encoded(made.stubs[0])
+    assert stub is not None and stub.data.length == len(content) and stub.of is made.stubs[0]
+    rng = random.Random(3)
+    for _ in range(100):
+        at, length = rng.randrange(len(content) + 10), rng.randrange(150_000)
+        assert stub.data.read(at, length) == content[at : at + length]
+    assert stub.data.read(0, len(content)) == content
+    assert decoded(made).root == content
+
+
 def test_a_text_that_is_no_latin_1_stays_a_call() -> None:
     text = ("x" * 70_000 + "\u20ac").encode()
     data = b"\x80\x02c_codecs\nencode\nX" + struct.pack("<I", len(text)) + text + b"X\x06\0\0\0latin1\x86R."
@@ -134,6 +156,22 @@ def test_an_array_of_protocol_2_costs_no_memory(tmp_path: Path) -> None:
 
 
 # Damaged, and built to mislead ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("small", [False, True])
+def test_cut_off_at_every_byte(protocol: int, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if small:
+        use_tiny(monkeypatch)
+    value = [{"a": (1, 2.5, None, True, "é", b"\xff" * 40, {1}), 300: [2**70, -1]}, "text" * 5, Thing(7)]
+    data = pickle.dumps(value, protocol)
+    for size in range(len(data)):
+        with pytest.raises((Truncated, Corrupt)) as caught:
+            skeleton(InlineBytes(data[:size]), name="cut")
+        assert type(caught.value) is Truncated or "frame" in caught.value.what
+        assert caught.value.what.startswith("cut: ")
+        with pytest.raises((Truncated, Corrupt)):
+            decode_pickle(data[:size])
 
 
 @looped("data", WHOLE_FRAMES.values(), ids=WHOLE_FRAMES)
@@ -223,6 +261,13 @@ def test_a_megabyte_takes_less_than_a_second(data: bytes) -> None:
         skeleton(InlineBytes(b"\x80\x04" + data[:200_000] + b"."), name="a")
     assert tracemalloc.get_traced_memory()[1] < 20 << 20
     tracemalloc.stop()
+
+
+def test_errors_name_the_byte_of_the_file() -> None:
+    data = b"\x80\x03](B" + struct.pack("<I", 70_000) + bytes(70_000) + b"K\x01R"
+    made = skeleton(InlineBytes(b"12345" + data + b"e."), 5, name="a")
+    with pytest.raises(Corrupt, match=f"at byte {5 + len(data):,}"):
+        decoded(made)
 
 
 def test_whole_leaves_other_values_alone() -> None:

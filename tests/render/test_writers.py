@@ -223,7 +223,7 @@ REPORTS: dict[str, Callable[[], Any]] = {
     "run": lambda: RunReport("runs/x", "id", "loss", "min", "done", 3, 3, ()),
     "plot": lambda: RunHistory("runs/x", {NASTY: Curve((1, 2, 3), (1.0, float("nan"), 2.0), 3, 1)}, (2,), kills=(2,)),
     "evaluated": lambda: Evaluated("runs/x", 3, "newest", "val", False, {"val_loss": float("nan")}),
-    "rehearsal": lambda: Rehearsal({"m": 1}, 1, 1, 1, float("nan"), 0.1, 0.1, 10, 10, None, "cpu"),
+    "rehearsal": lambda: Rehearsal({"m": 1}, 1, 1, 1, float("nan"), 0.1, 0.1, 10, "cpu"),
     "explanation": lambda: explain("non-finite"),
     "schema": lambda: schema("inspect"),
     "schemas": lambda: schema(),

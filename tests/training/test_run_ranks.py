@@ -148,6 +148,7 @@ def test_what_differs_between_processes_is_saved_of_each_and_any_of_them_may_mar
     source = source.replace("    inputs, numbers = batch\n", f"    inputs, numbers = batch\n{body}")
     source = source.replace("run.save(every=2)", "if rank == step // 2 % world: run.save(every=2)")
     assert ranks(world, source, tmp_path / "whole") == [0] * world
+    assert "keeps the order" not in (tmp_path / "whole/notes").read_text()
     for line in 80, 110:
         assert all(ranks(world, source, tmp_path / "killed", {1: (line, signal.SIGKILL)}))
     assert ranks(world, source, tmp_path / "killed") == [0] * world
@@ -235,6 +236,5 @@ def test_on_another_number_of_processes_a_seed_gives_the_same_samples_and_a_note
 
 
 def test_ddp_that_adds_in_another_order_is_noted(tmp_path: Path) -> None:
-    for unused, notes in ((False, 1), (True, 0)):
-        assert ranks(3, script("ddp", "flat", unused=unused), tmp_path / str(unused)) == [0, 0, 0]
-        assert (tmp_path / str(unused) / "notes").read_text().count("keeps the order") == notes
+    assert ranks(3, script("ddp", "flat", unused=False), tmp_path) == [0, 0, 0]
+    assert (tmp_path / "notes").read_text().count("keeps the order") == 1

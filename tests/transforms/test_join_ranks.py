@@ -249,10 +249,10 @@ def test_the_file_of_one_rank_is_not_joined(layout: str, tmp_path: Path) -> None
     assert caught.value.fix == f"Name the folder of all of them: {folder}"
 
 
-NAMES = ("model{}-mp2.safetensors", "mp_rank_0{}/model_weights.ckpt", "tp{}_pp{}.pt", "rank{}-of-2-model.pt")
+NAMES = ("model{}-mp2.safetensors", "model_tp{}_pp0.pt", "mp_rank_0{}/model_weights.ckpt")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "rank{}-of-2-model.pt"])
 def test_files_of_any_program_whose_names_tell_their_ranks_are_joined(name: str, tmp_path: Path, run: Run) -> None:
     whole = {"tok.weight": torch.randn(6, 3), "layers.0.proj.weight": torch.randn(3, 4), "norm.weight": torch.ones(3)}
     for stage in range(2 if "pp{}" in name else 1):
