@@ -431,14 +431,12 @@ def refuse_placeholders(checkpoint: Checkpoint, names: Iterable[tuple[str, Any]]
     if part is None or part.kind is PartKind.SHARD or is_joined:
         return
     pairs = [(name, value) for name, value in names if isinstance(value, Tensor)]
-    on_meta = [name for name, value in pairs if is_meta(value)]
-    empty = on_meta or [name for name, value in pairs if isinstance(value, TensorEntry) and value.shape == (0,)]
+    empty = [name for name, value in pairs if is_meta(value)]
+    empty = empty or [name for name, value in pairs if isinstance(value, TensorEntry) and value.shape == (0,)]
     if empty:
         what = f"{checkpoint.source or 'the checkpoint'}: {len(empty):,} of the tensors have no values in it"
         why = f"It is {part.label}; on their own, empty tensors would pass for weights. Nothing was written."
         fix = f"Drop them: {command('edit', input_of(checkpoint.source), drop=NAME, out=OUT)}"
-        if checkpoint.source is None and on_meta:
-            fix = "Load their values first: offloaded ones from where they are"
-        elif checkpoint.source is None:
-            fix = "Gather them first: with deepspeed.zero.GatheredParameters(model.parameters())"
+        if checkpoint.source is None:
+            fix = "Load or gather their values first, as with deepspeed.zero.GatheredParameters(model.parameters())"
         raise OnlyAPart(f"{what}: {listed(empty, 3)}", why, fix)

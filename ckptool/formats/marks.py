@@ -26,7 +26,6 @@ OLD_TREE = "ckptool"  # in that of 0.1.0: see `old_records`
 DEDUPLICATED = "ckptool.twins"  # in the metadata of safetensors: ties that are none, though their bytes are stored once
 DEDUPLICATED_RECORD = ".ckptool/twins"  # below the root of a zip
 MAX_DEDUPLICATED = 64 << 20  # bytes
-_DAMAGED = "its record of deduplicated storages is damaged"
 
 
 def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
@@ -38,10 +37,10 @@ def separated(tree: Any, record: bytes) -> tuple[Any, list[Note]]:
     try:
         for number, group in enumerate(json.loads(record)):
             owner |= {place: (number, index) for index, names in enumerate(group) for place in names}
+        if not all(type(place) is str for place in owner):
+            raise TypeError
     except (ValueError, TypeError, RecursionError) as error:
-        raise Corrupt(_DAMAGED, "ckptool did not write it.") from error
-    if not all(type(place) is str for place in owner):
-        raise Corrupt(_DAMAGED, "It names tensors by something other than addresses.")
+        raise Corrupt("its record of deduplicated storages is damaged", "ckptool did not write it.") from error
     separate: dict[tuple[int, int, int], Storage] = {}
     entries: dict[int, TensorEntry] = {}
     for path, node in walk(tree):

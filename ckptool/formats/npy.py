@@ -92,11 +92,8 @@ def read_array(data: Data, name: str, crc: int | None = None) -> Any:
             what = f"an array of {size:,} bytes; the file has {available:,} of them"
             raise Truncated(what, fix="Copy or download it again.")
         if available > size:
-            what = f"{available - size:,} bytes after the end of the array"
-            if data.read(begin + size, min(len(MAGIC), available - size)) != MAGIC:
-                raise Ambiguous(what, "They belong to no array.")
-            fix = "Write them to one file with names: numpy.savez(OUT, first=..., second=...)"
-            raise Ambiguous(what, "It has several arrays, one after the other; numpy reads only the first.", fix)
+            fix = "If they are arrays, write all to one file with names: numpy.savez(OUT, first=..., second=...)"
+            raise Ambiguous(f"{available - size:,} bytes after the end of the array", "numpy reads only that.", fix)
         content = subrange(data, begin, size)
         content_crc = crc_combine(zlib.crc32(header.raw), crc, size) if crc is not None else None
         entry = over_bytes(header.type, header.shape, header.fortran, content, content_crc)

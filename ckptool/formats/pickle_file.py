@@ -62,9 +62,7 @@ def read(source: Source) -> Checkpoint:
             raise Unsupported(f"{source} was written by joblib, which alone reads it", fix=fix) from None
         raise
     if rest := source.size - opcodes.end:
-        is_pickle = detect(source.read(opcodes.end, min(512, rest)), source)
-        second = "Another pickle begins there (pickle.dump was called several times); pickle.load reads only the first."
-        why = second if is_pickle else "No pickle reader looks at them; something may be hidden there."
+        why = "pickle.load reads only the first of several pickles; something may be hidden there."
         fix = f"Take the first by itself: head -c {opcodes.end} {source} > first.pkl"
         raise Ambiguous(f"{source} has {rest:,} bytes after the end of its pickle", why, fix)
     notes = decoded.notes

@@ -280,10 +280,8 @@ class Joiner:
     def _corrupt(self, name: str, shape: tuple[int, ...], what: str) -> Corrupt:
         return Corrupt(
             f"{self.where}: {name} {list(shape)}: {what}",
-            "Files are missing, damaged or from two checkpoints, or torch wrote them wrong: it does for uneven shards "
-            "of FSDP2 with tensor parallelism, and when ranks overwrite each other's files.",
-            "Copy all files of the folder again. If that does not help, torch.save each rank's state dict: rank files "
-            "record how they are divided.",
+            "Files are missing, damaged, overwritten or of two checkpoints; or torch divided FSDP2 with TP unevenly.",
+            "Copy all files of the folder again; or torch.save each rank's state dict: they say how they are joined.",
         )
 
 

@@ -16,7 +16,7 @@ import sysconfig
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from types import FrameType, FunctionType, GeneratorType, MethodType
+from types import FrameType, GeneratorType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +69,19 @@ class Looks:
 
     def notes(self, run: Run, first: bool) -> Iterator[str]:
         """The notes to print at a save. first: True at the first save of the run."""
-        objects, generators, loader = run.objects, run._generators(), run.position.loader
+        yield from self._of_objects(run)
+        is_inside = run.position.batch > 0
+        is_new = not self.saves or (is_inside and not self.was_inside)
+        self.saves += 1
+        if not is_new and self.saves & (self.saves - 1) and run.step != self.again:
+            return
+        self.was_inside |= is_inside
+        self.again = run.step + 1 if is_new else -1
+        yield from self._of_changes(run, first)
+
+    def _of_objects(self, run: Run) -> Iterator[str]:
+        """The notes on the objects that were given, and on those that belong to them."""
+        objects = run.objects
         if unscheduled := objects.optimizer_without_its_schedule():
             yield (
                 f"{printable(unscheduled)} has a learning rate schedule, which was not given to ckptool.Run and is not "
@@ -90,16 +102,13 @@ class Looks:
             )
         if run._window.is_adding:
             yield "gradients are added to those of earlier steps, which no checkpoint has; call optimizer.zero_grad()"
-        is_inside = run.position.batch > 0
-        is_new = not self.saves or (is_inside and not self.was_inside)
-        self.saves += 1
-        if not is_new and self.saves & (self.saves - 1) and run.step != self.again:
-            return
-        self.was_inside |= is_inside
-        self.again = run.step + 1 if is_new else -1
+
+    def _of_changes(self, run: Run, first: bool) -> Iterator[str]:
+        """The notes on what the script has beside them, and on what changes and is not saved."""
+        objects, generators, loader = run.objects, run._generators(), run.position.loader
         named = {**generators, **objects.named, **({"loader": loader} if loader is not None else {})}
         held = _held(named.values())
-        unsaved = unsaved_objects(held, Schedule if unscheduled else ())
+        unsaved = unsaved_objects(held, Schedule if objects.optimizer_without_its_schedule() else ())
         groups = [group for each in objects.of(torch.optim.Optimizer).values() for group in each.param_groups]
         skipped: dict[int, Any] = {id(each): each for each in (run, *groups)}
         current, objects_met = moving.reachable(named, skipped)
@@ -180,10 +189,6 @@ class Looks:
             verbs = ("changes", "is") if len(names) == 1 else ("change", "are")
             owner, _, short = names[0].rpartition(".")
             advice = how[VARIABLE if kind == moving.ATTRIBUTE and not owner else kind]
-            owners = [each.rpartition(".")[0] for each in names] if kind == VARIABLE else []
-            classes = (type, FunctionType)
-            if owned := [each for each in owners if each not in ("", "self") and type(met.get(each)) not in classes]:
-                owner, advice = owned[0], f"{advice}, or {how[moving.ATTRIBUTE].partition(', ')[2]}"
             advice = advice.format(name=names[0], owner=owner, short=short, part=owner.replace(".", "_"))
             yield f"{listed(names, 8)} ({kind}) {verbs[0]} during training and {verbs[1]} not saved; {advice}"
 
@@ -243,11 +248,8 @@ def _has_state(name: str, value: Any) -> bool:
     if issubclass(kind, nn.Module):  # `isinstance` would run a proxy's `__class__`
         return any(True for _ in (*value.parameters(), *value.buffers()))
     if kind is GeneratorType:
-        return (
-            value.gi_frame is not None
-            and not value.gi_running
-            and not value.gi_code.co_filename.startswith(moving.OURS)
-        )
+        is_ours = value.gi_code.co_filename.startswith(moving.OURS)
+        return value.gi_frame is not None and not (value.gi_running or is_ours)
     is_iterator = str(kind.__module__) in ("builtins", "itertools") and hasattr(kind, "__next__")
     if is_iterator or issubclass(kind, torch.utils.data.dataloader._BaseDataLoaderIter):
         return True
@@ -339,10 +341,7 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 def _liveness(value: Any) -> Callable[[], Any]:
     """A function that returns None once an object is gone, whose id may then be another's; 0 if nobody can know."""
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return int
+    return weakref.ref(value) if type(value).__weakrefoffset__ else int
 
 
 def _detached(value: Any) -> Any:

@@ -455,9 +455,6 @@ def test_a_right_magic_with_a_wrong_sequel_is_refused(tmp_path: Path) -> None:
 
 
 def test_several_arrays_in_one_file_are_not_the_first_alone(tmp_path: Path) -> None:
-    with pytest.raises(Ambiguous, match="bytes after the end of the array") as caught:
-        tree_of(raw(np.arange(3)) + raw(np.arange(4)), tmp_path)
-    assert "several arrays" in caught.value.why
-    with pytest.raises(Ambiguous) as caught:
-        tree_of(raw(np.arange(3)) + b"x", tmp_path)
-    assert caught.value.why == "They belong to no array."
+    for rest in (raw(np.arange(4)), b"x"):
+        with pytest.raises(Ambiguous, match=r"bytes? after the end of the array"):
+            tree_of(raw(np.arange(3)) + rest, tmp_path)

@@ -101,7 +101,7 @@ class Slow:
 """
 
 
-@pytest.mark.parametrize(("sent", "group", "code"), [("TERM", False, 143), ("TERM", True, 143), ("INT", True, 130)])
+@pytest.mark.parametrize(("sent", "group", "code"), [("TERM", False, 143), ("INT", True, 130)])
 def test_a_signal_saves_at_the_boundary(tmp_path: Path, server: ForkServer, sent: str, group: bool, code: int) -> None:
     (tmp_path / "hook.py").write_text(SLOW)
     made = lab(tmp_path, server, every=1000, hooks=[f"{tmp_path / 'hook.py'}:Slow"])
@@ -129,11 +129,11 @@ def test_a_signal_saves_at_the_boundary(tmp_path: Path, server: ForkServer, sent
 
 @pytest.mark.parametrize("name", ["mlp", *(pytest.param(each, marks=pytest.mark.soak) for each in [*SEVERAL, "async"])])
 def test_every_file_system_event(name: str, tmp_path: Path, server: ForkServer) -> None:
-    """Here one in nine of them."""
+    """Here one in thirteen of them."""
     sections = SEVERAL.get(name, {"save": {"async": True}} if name == "async" else {})
-    first, stride = (1, 9) if name == "mlp" else (0, 1)
+    first, stride = (1, 13) if name == "mlp" else (0, 1)
     count, lost = lab(tmp_path, server, **sections).every_event(first=first, stride=stride)
-    assert count >= (8 if stride > 1 else 60)
+    assert count >= (5 if stride > 1 else 60)
     assert not lost
 
 

@@ -54,7 +54,7 @@ LEFT = {
             "pool = Pool()\nfor step, x in run.batches(loader, steps=4):\n    pool.kept.append(x)\n"
             "    Settings.rate /= 2\n    run.save()"
         ),
-        ["or give pool state_dict() and load_state_dict(), and give it to Run: ckptool.Run(…, pool=pool)"],
+        ["pool.kept"],
     ),
     "of the function that called the loop": (
         (

@@ -14,7 +14,7 @@ from typing import Any
 from ckptool.checkpoint import Checkpoint, Note, PartKind, PartOf
 from ckptool.checkpoint.files import Folder, Input, Source, size_at
 from ckptool.checkpoint.graph import MAX_DEPTH
-from ckptool.commands import command, other_program
+from ckptool.commands import command
 from ckptool.errors import CkptoolError, LimitExceeded, OnlyAPart, Truncated, counted
 from ckptool.formats.dcp import tree_pickle
 from ckptool.formats.dcp.payloads import Payloads
@@ -117,12 +117,8 @@ def _no_table(folder: Folder, is_file: bool) -> CkptoolError:
         what = f"{folder} is what one rank saved of a checkpoint"
         why = f"Only the folder is one, with the table of the ranks' files ({METADATA})."
         return OnlyAPart(what, why, f"Name the folder: {command('inspect', folder.path)}")
-    if METADATA + ".tmp" in folder:
-        table = os.path.join(folder.path, METADATA)
-        why = "It is renamed when the save is complete: the run was stopped before that."
-        fix = f"To see whether it is whole: {other_program('cp', f'{table}.tmp', table)}, then verify the folder"
-        return Truncated(f"{folder} holds {METADATA}.tmp and no {METADATA}", why, fix)
-    what = f"{folder} holds {SUFFIX} files and no {METADATA}"
+    held = f"{METADATA}.tmp" if f"{METADATA}.tmp" in folder else f"{SUFFIX} files"
+    what = f"{folder} holds {held} and no {METADATA}"
     why = "It is written last: the run was stopped while saving, or the file was not copied along."
     return Truncated(what, why, "Copy the whole folder, or take an earlier checkpoint.")
 

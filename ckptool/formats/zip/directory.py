@@ -226,17 +226,12 @@ def read_archive(source: Readable, *, case_matters: bool = False, confirm: bool 
     tail, tail_at, place = last_end_record(source, 2 * END.size + LOCATOR.size + FULL16)
     trailing = tail[place + END.size :]
     if place < 0 or trailing[:4] == b"PK\x03\x04":
-        what, why = "whose directory is missing", "a zip keeps its directory at the end."
-        zeros = len(tail) - len(tail.rstrip(b"\0"))
-        if place >= 0:
-            what = f"to which something was appended, and {what}"
-            why = f"an archive ends at byte {tail_at + place + END.size:,}, but a record follows it."
-        elif zeros >= SECTOR:
-            more = " or more" if zeros == len(tail) else ""
-            why = f"its last {zeros:,}{more} bytes are zero, and a zip keeps its directory at the end."
-        advice = "Download or copy it again, and compare the sizes."
-        why = f"The file was cut off, or its end is damaged: {why}"
-        raise Truncated(f"{source} is a zip archive {what}", why, advice)
+        appended = " to which something was appended, and" if place >= 0 else ""
+        why = "The file was cut off, or its end is damaged: a zip keeps its directory at the end."
+        if (zeros := len(tail) - len(tail.rstrip(b"\0"))) >= SECTOR:
+            why = f"{why} Its last {zeros:,} bytes are zero."
+        what = f"{source} is a zip archive{appended} whose directory is missing"
+        raise Truncated(what, why, "Download or copy it again, and compare the sizes.")
     at = -1
     while (at := tail.find(b"PK\x05\x06", at + 1, place)) >= 0:
         comment = int.from_bytes(tail[at + END.size - 2 : at + END.size], "little")
