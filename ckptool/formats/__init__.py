@@ -198,7 +198,8 @@ def read_alone(source: Input) -> Checkpoint:
     head = b""
     if isinstance(source, Source):
         if not source.size:
-            raise Truncated(f"{source} is empty (0 bytes)", "It was never written.", "Copy or download it again.")
+            why = "It was never written, or its data was lost in a crash or on a full disk."
+            raise Truncated(f"{source} is empty (0 bytes)", why, "Copy or download it again.")
         head = source.read(0, min(HEAD, source.size))
         if head[:4] not in ZIP:
             from ckptool.formats.zip.directory import refuse_zip_behind
@@ -287,7 +288,8 @@ def refuse_name(
             raise UsageError(f"{suffix} is not the suffix of a container that ckptool writes", _WRITABLE, fix)
     if written.writes_folder and name.lower().endswith(".json"):
         what = f"{name} is an index's name, but shards are written as a folder"
-        raise UsageError(what, fix=f"Name the folder: {arg(out=os.path.dirname(name) or 'DIR')}")
+        why = "The index is one of the files in it."
+        raise UsageError(what, why, f"Name the folder: {arg(out=os.path.dirname(name) or 'DIR')}")
 
 
 # FILE#ADDRESS --------------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def model_folder(model: Checkpoint, tree: Any, like: str | None = None, *, dequa
             return ModelFolder()
         open_input(like)  # it may not exist
         what = f"{like} has no {CONFIG} or {ADAPTER} of a library that ckptool knows"
-        raise UsageError(what, fix=f"Name a folder that the model's library loads: {arg(like=DIR)}")
+        raise UsageError(what, "It should be a folder that the model's library loads.", f"For example: {arg(like=DIR)}")
     if not library:
         reasons = {name: "of no library that ckptool knows" if config else _NO_JSON for name, config in configs.items()}
         return ModelFolder(left=tuple(f"{name} ({why})" for name, why in reasons.items()))

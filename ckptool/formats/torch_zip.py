@@ -138,7 +138,8 @@ def read_pickled(
         raise Corrupt(f"{source}: its version record says {version[:40]!r}")
     order = contents.get("byteorder", b"little")
     if order not in (b"little", b"big"):  # torch compares the bytes
-        raise Corrupt(f"{source}: its byteorder record says {order.decode('utf-8', 'replace')!r}")
+        what = f"{source}: its byteorder record says {order.decode('utf-8', 'replace')!r}"
+        raise Corrupt(what, "torch refuses such a file.")
     storages = RecordStorages(archive, root + "data/", order == b"big", find)
     decoded = decoded_record(pickles[0], storages.load, builders)
     for record in records.values():

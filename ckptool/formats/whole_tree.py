@@ -43,7 +43,8 @@ def pickle_of(tree: Any, keys: Mapping[int, str]) -> bytes:
     """The pickle of a tree. keys: of its storages, by their id. Raises `LimitExceeded` for one that is not read."""
     content = encode(tree, lambda storage: keys[id(storage)])
     if len(content) > MAX_PICKLE:
-        what, fix = f"{KEY} would have {len(content):,} bytes", f"Write a torch file: {arg(container='torch-zip')}"
+        what = f"{KEY} would have {len(content):,} bytes"
+        fix = f"Write a torch file: {arg(container='torch-zip')}"
         raise LimitExceeded(what, f"ckptool reads at most {MAX_PICKLE:,}.", fix)
     return content
 

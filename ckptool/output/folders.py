@@ -265,7 +265,8 @@ def _commit(temporary: str, target: str, may_go: Callable[[str], Any] | None, ov
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
     if not overwrite:
-        raise OutputExists(f"{target} was made by another process meanwhile", fix=f"Replace it: {arg(overwrite=True)}.")
+        what = f"{target} was created by another process in the meantime"
+        raise OutputExists(what, fix=f"Replace it: {arg(overwrite=True)}.")
     old = temporary
     try:
         if not _exchange(temporary, target):

@@ -373,7 +373,8 @@ class _Lexer:
         if size < 0:
             raise self._error(f"a length of {size:,}")
         if kind == "integer" and size * 8 > MAX_INTEGER_BITS:
-            raise self._error(f"an integer of {counted(size * 8, 'bit')}", LimitExceeded)
+            what = f"an integer of {counted(size * 8, 'bit')}"
+            raise self._error(what, LimitExceeded, f"ckptool reads at most {MAX_INTEGER_BITS:,}.")
         if size < LONG_VALUE or kind == "integer":
             self._ensure(1 + width + size)
             self.pos += 1 + width + size
@@ -402,7 +403,8 @@ class _Lexer:
             size = int.from_bytes(self.buffer[self.pos + 1 : self.pos + 9], "little")
             begin = self.base + self.pos + 9
             if begin + size > self.data.length:
-                raise self._error(f"a frame of {size:,} bytes, where {self.data.length - begin:,} are left")
+                what = f"a frame of {size:,} bytes, where {self.data.length - begin:,} are left"
+                raise self._error(what, Corrupt, "The file is truncated or malicious.")
             self.frame = begin + size
             self.pos += 9
         elif op in REFUSED:

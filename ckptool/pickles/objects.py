@@ -70,7 +70,8 @@ class PickleReader:
     def integer(self, pos: int, size: int) -> int:
         """A little-endian integer of `size` bytes."""
         if size * 8 > MAX_INTEGER_BITS:
-            raise self.beyond(pos, f"an integer of {counted(size * 8, 'bit')}")
+            what = f"an integer of {counted(size * 8, 'bit')}"
+            raise self.beyond(pos, what, f"ckptool reads at most {MAX_INTEGER_BITS:,}.")
         return int.from_bytes(self.take(pos, size), "little", signed=True)
 
     def raw_line(self, pos: int) -> tuple[bytes, int]:

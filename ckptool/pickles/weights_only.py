@@ -169,8 +169,9 @@ def _put(target: dict[Any, Any], key: Any, new: Any, item: Any) -> None:
         return
     new = _valid_key(key, new)
     if new in target:
-        what = f"two keys of a dictionary would both become {str(new)!r}"
-        raise Conflict(what, fix=f"Drop one of them first: {command('edit', FILE, drop=ADDRESS, out=OUT)}")
+        what, why = f"two keys of a dictionary would both become {str(new)!r}", "One of the two values would be lost."
+        fix = f"Drop one of them first: {command('edit', FILE, drop=ADDRESS, out=OUT)}"
+        raise Conflict(what, f"{why} Nothing was written.", fix)
     target[new] = item
 
 

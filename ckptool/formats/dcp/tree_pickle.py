@@ -88,7 +88,8 @@ class FlatNames:
         name = ".".join(map(str, path))
         if name in self.values:
             what = f"{address(place)} and another entry would both be called {name}"
-            raise Unsupported(what, fix=f"Rename one first: {command('rename', FILE, 'OLD => NEW', out=OUT)}")
+            why = "torch.distributed.checkpoint joins keys with dots, as strings. Nothing was written."
+            raise Unsupported(what, why, f"Rename one first: {command('rename', FILE, 'OLD => NEW', out=OUT)}")
         if len(self.values) >= self.max_names:
             names = counted(self.max_names, "name")
             raise LimitExceeded(f"more than {names}", "What objects share has a name in each of them.")

@@ -126,7 +126,8 @@ def _of_run(source: Folder) -> Checkpoint:
     if not _is_tag(source, name):
         path = os.path.join(source.path, latest)
         what = f"{path} names {name[:200]!r}, which is no folder of DeepSpeed's files beside it"
-        raise Corrupt(what, "It was not copied along.", advice or f"See: {other_program('ls', source.path)}")
+        why = "That tag was moved, deleted or not copied along, or its folder is another program's."
+        raise Corrupt(what, why, advice or f"See what is in it: {other_program('ls', source.path)}")
     return one_of(source, Folder(os.path.join(source.path, name)), tags, read)
 
 

@@ -64,13 +64,15 @@ def read(source: Input) -> Checkpoint:
         return one_of(source, latest(source), filter(_ITERATION.fullmatch, source.names), formats.read_alone)
     backend = _backend(source)
     if not backend:
-        what = f"{source} has {COMMON} of Megatron-Core and no {BACKEND}, which is written last, that can be read"
-        raise Truncated(what, fix="Copy the whole folder, or take an earlier iteration.")
+        what = f"{source} has {COMMON} of Megatron-Core and no {BACKEND} that can be read"
+        why = f"{BACKEND} is written last: the run was stopped before that, or it was damaged or not copied along."
+        raise Truncated(what, why, "Copy the whole folder, or take an earlier iteration.")
     if backend != "torch_dist":
         what = f"{source} was saved by Megatron-Core with its backend {backend[:40]}, not torch_dist"
         raise Unsupported(what, fix="With that Megatron: load it, and save it with --ckpt-format torch_dist")
     if COMMON not in source:
-        raise Truncated(f"{source} has no {COMMON}", fix="Copy all files.")
+        what = f"{source} has no {COMMON}"
+        raise Truncated(what, "It has the arguments, the iteration and the optimizer's settings.", "Copy all files.")
     checkpoint = dcp.read(source)
     common = formats.read_alone(source.open(COMMON))
     if not isinstance(common.tree, dict):

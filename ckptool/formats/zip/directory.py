@@ -363,7 +363,8 @@ def _read_directory(source: Readable, end_at: int) -> Archive:
         place = f"end at byte {offset + size:,}, but its end record is at {directory_end:,}"
         raise _misplaced(source, directory_end - offset - size, f"{source}: the zip directory should {place}")
     if count > MAX_ENTRIES or size > MAX_DIRECTORY:
-        raise LimitExceeded(f"{source}: a zip directory of {entries} and {size:,} bytes")
+        what = f"{source}: a zip directory of {entries} and {size:,} bytes"
+        raise LimitExceeded(what, f"At most {MAX_ENTRIES:,} entries and {MAX_DIRECTORY:,} bytes are read.")
     archive = Archive(headers := Headers(source), offset, records_end, end_records)
     directory = source.read(offset, size)
     unpack, fixed, records, at = CENTRAL.unpack_from, CENTRAL.size, archive.records, 0
