@@ -62,7 +62,9 @@ def read(source: Source) -> Checkpoint:
             raise Unsupported(f"{source} was written by joblib, which alone reads it", fix=fix) from None
         raise
     if rest := source.size - opcodes.end:
-        why = "pickle.load reads only the first of several pickles; something may be hidden there."
+        why = (
+            "pickle.load reads only the first: pickle.dump was called several times, or something may be hidden there."
+        )
         fix = f"Take the first by itself: head -c {opcodes.end} {source} > first.pkl"
         raise Ambiguous(f"{source} has {rest:,} bytes after the end of its pickle", why, fix)
     notes = decoded.notes
