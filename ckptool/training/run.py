@@ -102,6 +102,7 @@ class Run:
         self._has_batches = False  # in this epoch of `run.epochs`
         self._caught = ExitStack()  # signals, in a loop
         self._waits: tuple[int, int] | None = None  # a save, since this step and this count of `_window.steps`
+        self._unreached: Point | None = None  # of a commit in progress, or one that failed
         self._failed: BaseException | None = None  # a commit at `break`: Python drops what a generator raises there
         self._ended: dict[str, int] | None = None  # by `break`: the length that the loop had then
         self._initial_random = rng.global_states()
@@ -489,6 +490,10 @@ class Run:
             if self.step > first:  # a later loop goes on as a resumed run does
                 self._random = self._capture(self._generators())
                 self.position.loader_state = self.position.rank_state()["loader"]  # of a stateful one
+            # After a failed commit, the batch that was fetched is taken back; a `TrainerRun` has no rank state.
+            if (point := self._unreached) is not None and point.rank:
+                self.position.restore(point.place, point.rank)
+                self._random, self._unreached = point.rank["now"], None
 
     def _is_over(self, length: dict[str, int]) -> bool:
         """True after so many steps or epochs, or if `break` has ended a loop of as many, or more."""
@@ -566,7 +571,9 @@ class Run:
     def _at_point(self, point: Point, *, stop: bool) -> None:
         """Commits a save that was marked, or one to stop the run, and stops it. point: the state of the data."""
         if self._marked is not None or self._saver.step != self.step:
+            self._unreached = point
             self._commit(point, {"stop": True} if self._marked is None else {})
+            self._unreached = None
         if stop:
             self._saver.wait()
             self._stop.number = max(self.world.gather(self._stop.number))  # it may have come to one process alone

@@ -331,7 +331,7 @@ class TrainerRun(Run):
     def save_now(self) -> None:
         """Saves the state after the last step in the middle of the loop, unless it is saved already."""
         if self._saver.step != self.step:
-            self._commit(self._point())
+            self._commit(self._unreached or self._point())  # a batch was fetched after a commit that failed
             self._saver.wait()
 
     def _restore(self, saved: SavedState) -> None:

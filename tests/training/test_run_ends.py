@@ -407,3 +407,19 @@ def test_the_last_step_is_saved_once_with_all_its_metrics(tmp_path: Path) -> Non
     again["score"] = 1.0
     again.save()
     assert again.folder.all()[-1].metrics == {"inner": 1.0, "outer": 2.0}
+
+
+def test_a_batch_that_was_fetched_before_a_save_that_failed_is_trained_on_in_the_next_loop(tmp_path: Path) -> None:
+    failing = [True]
+
+    def metric() -> float:
+        assert not failing or not failing.pop()
+        return 1.0
+
+    run, seen = Run(tmp_path, model=nn.Linear(1, 1), say=str), []
+    with pytest.raises(AssertionError):
+        for _, batch in run.batches(list("abcdef"), epochs=1):
+            seen.append(batch)
+            run.save(every=3, val=metric)
+    seen += [batch for _, batch in run.batches(list("abcdef"), epochs=1)]
+    assert "".join(seen) == "abcdef"
