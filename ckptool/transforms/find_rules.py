@@ -141,6 +141,11 @@ def _chains(shapes: Sequence[tuple[int, ...]], count: int) -> Iterator[str]:
             heads = [number for number in divisors if axis == 0 and size % (2 * number) == 0]
             yield from (f"{op} {number}" for number in heads for op in ("rope", "unrope"))
             yield from (f"{op} {axis} {n}" for n in divisors[1:-1] for op in ("deinterleave", "interleave"))
+            pairs = ((a, b) for a in divisors[1:] for b in divisors[1:] if size // a % b == 0 and a * b < size)
+            for number, parts in pairs:
+                inner = size // number // parts
+                apart = f"unflatten {axis} [{number}, {parts}, {inner}] | transpose {axis + 1} {axis + 2}"
+                yield f"{apart} | flatten {axis} [{number}, {inner}, {parts}]"
         return
     for before in ("", "transpose | ") if rank > 1 else ("",):
         joins = list(_joins([sizes[::-1] if before and rank == 2 else sizes for sizes in shapes])) or [""]
@@ -229,37 +234,36 @@ class ValueSearch:
         for vary in range(len(VARIABLES), -1, -1):
             self._join(False, vary)
             self._join(True, vary)
-        for link in [*self.links]:
+        for link in self.links:
             self._extend(link)
-        # Of tensors with the same values those that keep their names, and the others in the order of their families.
-        ours, theirs = self._traits(0), self._traits(1)
-        pairs = {key: key for key, trait in ours.items() if theirs.get(key) == trait}
-        by_trait: dict[Trait, list[str]] = defaultdict(list)
-        for trait, key in _by_family(theirs):
-            by_trait[trait] += [key] if key not in pairs else []
-        for trait, key in _by_family(ours):
-            if key not in pairs and by_trait[trait]:
-                pairs[key] = by_trait[trait].pop(0)
-        self._accept(*links_of(pairs))
-        counts = Counter(total for prints in self.prints for total in prints.values())
-        goals = [item for link in self.links if not link.chain for item in link.goals.items()]
-        self.alike = {key for key, goal in goals if goal[1:] != (key,) and counts[self.prints[0][key]] > 2}
-        # Where values differ, by names and shapes.
-        shapes = [{key: side[key].shape for key in free} for side, free in zip(self.sides, self.free, strict=True)]
-        same = {key: key for key, shape in shapes[0].items() if shapes[1].get(key) == shape}
-        search = Search(*({key: shape for key, shape in side.items() if key not in same} for side in shapes))
-        self._accept(*links_of(same), *search.links)
+        # By names: first among tensors with the same values, whose sum stands as one more size in the shape that the
+        # search sees, then among tensors with equal shapes.
+        for by_value in (True, False):
+            traits: list[dict[str, Trait]] = [
+                {key: (*side[key].shape, prints[key]) if by_value else side[key].shape for key in free}
+                for side, prints, free in zip(self.sides, self.prints, self.free, strict=True)
+            ]
+            search = Search((traits[0], traits[1]))
+            search.run()
+            pairs = {key: key for key, trait in search.free[0].items() if search.free[1].get(key) == trait}
+            if by_value:  # the others in the order of their families
+                goals: dict[Trait, list[str]] = defaultdict(list)
+                for trait, key in _by_family(search.free[1]):
+                    goals[trait] += [key] if key not in pairs else []
+                for trait, key in _by_family(search.free[0]):
+                    if key not in pairs and goals[trait]:
+                        pairs[key] = goals[trait].pop(0)
+            for link in (*search.links, *links_of(pairs)):
+                if by_value:
+                    self.alike |= {key for key, goal in link.goals.items() if goal[1:] != (key,)}
+                self._accept(link)
 
-    def _traits(self, side: int) -> dict[str, Trait]:
-        """The shapes of the keys of a side that have no link, with the sums of their values as one more size."""
-        return {key: (*self.sides[side][key].shape, self.prints[side][key]) for key in self.free[side]}
-
-    def _accept(self, *links: Link) -> None:
-        self.links += links
-        for key, goal in (item for link in links for item in link.goals.items()):
-            self.free[0].pop(key, None)
-            for name in goal[1:]:
-                self.free[1].pop(name, None)
+    def _accept(self, link: Link) -> None:
+        self.links.append(link)
+        names = {name for goal in link.goals.values() for name in goal[1:]}
+        for free, taken in zip(self.free, (link.goals.keys(), names), strict=True):
+            for name in taken:
+                free.pop(name, None)
 
     def _join(self, splits: bool, vary: int) -> None:
         """Finds tensors whose values one or several of the other side add up to."""
@@ -301,25 +305,20 @@ class ValueSearch:
                     self.free[splits].pop(key, None)
 
     def _extend(self, link: Link) -> None:
-        """Finds what else the rules of a link make correctly: tensors whose values others share."""
+        """Extends a link with operations by what else its rules make correctly: tensors whose values others share."""
         (old, new), (free, missing) = self.sides, self.free
-        pairs = dict[str, str]()
-        for text in candidates(link):
+        for text in candidates(link) if link.chain else ():
             try:
                 for step in steps_of(parse_rules(text), free)[0]:
                     plan = plan_steps(Translation((step.rule,)), {key: old[key] for key in step.keys})
                     plan.carry_out(DROP)
                     if all(name in missing and is_same(entry, new[name]) for name, entry in plan.items.items()):
-                        if link.chain:
-                            link.goals.update(goals_of([step]))
-                        else:
-                            pairs |= zip(step.keys, plan.items, strict=True)
+                        link.goals.update(goals_of([step]))
                         for side, names in ((free, step.keys), (missing, plan.items)):
                             for name in names:
                                 side.pop(name, None)
             except CkptoolError:  # some of the tensors that belong together are missing
                 continue
-        self.links += links_of(pairs)
 
     def _way(self, columns: Sequence[Sequence[TensorEntry]], target: TensorEntry) -> Way | None:
         """The operations that make one tensor from others, compared by bytes, and the order of their words."""
@@ -340,7 +339,7 @@ class ValueSearch:
 def _by_family(keys: Mapping[str, Trait]) -> Iterator[tuple[Trait, str]]:
     """The keys with their traits, family by family: names that differ in one number."""
     for family in families(keys, 1):
-        yield from zip(family.traits.values(), family.keys.values(), strict=True)
+        yield from zip(family.traits, family.keys.values(), strict=True)
 
 
 # Proof ---------------------------------------------------------------------------------------------------------------
@@ -400,12 +399,12 @@ class FoundRules(Report):
     def told(self) -> Told:
         paint = green if self.complete else yellow
         yield bold(self.old), " → ", bold(self.new), ": ", paint(self._proof())
-        shown = self.rules[:MOST_SHOWN] if self.output and not self.dry_run else self.rules
-        for rule in shown:
+        in_file = self.output and not self.dry_run
+        for rule in self.rules[:MOST_SHOWN] if in_file else self.rules:
             yield "  ", cyan(rule.text)
             yield f"    {rule.evidence()}"
-        if len(shown) < len(self.rules):
-            yield f"  … {len(self.rules) - len(shown):,} more in {self.output}"
+        if in_file and len(self.rules) > MOST_SHOWN:
+            yield f"  … {len(self.rules) - MOST_SHOWN:,} more in {self.output}"
         yield from (f"  {text}" for text in self._left_over())
         if self.output:
             yield f"{'would write' if self.dry_run else 'wrote'} {self.output}"
@@ -419,9 +418,10 @@ class FoundRules(Report):
         lines = [f"# {names}: {self._proof()}.", *(f"# {printable(text)}" for text in self._left_over()), "rules:"]
         for rule in self.rules:
             lines += [f"# {rule.evidence()}", yaml_item(rule.text)]
-        if self.drop:
-            lines += ["# What is missing may be made from these: check them."] * self._is_incomplete()
-            lines += ["drop:", *map(yaml_item, self.drop)]
+        lines += (
+            ["# What is missing may be made from these: check them."] if self.drop and self._is_incomplete() else []
+        )
+        lines += ["drop:", *map(yaml_item, self.drop)] if self.drop else []
         return "\n".join(lines) + "\n"
 
     def _proof(self) -> str:

@@ -206,6 +206,9 @@ def test_only_what_is_tied_is_a_second_name(tied: bool, tmp_path: Path) -> None:
     assert found.missing == ("b.more",) and ("ckptool translate " in str(found)) == tied
 
 
+KINDS = ("heads", "rows", "columns", "transposed", "halves", "tuned", "lora", "unrelated", "other tensor", "same")
+
+
 def model(rng: numpy.random.Generator, wide: int) -> Weights:
     made = {"embed.weight": rng.standard_normal((3 * wide, wide)), "head.bias": rng.standard_normal(4)}
     for i in range(2):
@@ -214,21 +217,41 @@ def model(rng: numpy.random.Generator, wide: int) -> Weights:
     return {key: (value * 0.1).astype("f4") if "norm" not in key else value.astype("f4") for key, value in made.items()}
 
 
-ORDERS: dict[str, Callable[[numpy.ndarray, Any], numpy.ndarray]] = {
-    "heads": lambda value, _: value.reshape(4, -1, len(value))[[2, 0, 3, 1]].reshape(value.shape),
-    "rows": lambda value, rng: value[rng.permutation(len(value))],
-    "transposed": lambda value, rng: value.T[rng.permutation(len(value))],
-    "other values": lambda value, rng: value * (1 + 0.01 * rng.standard_normal(value.shape).astype("f4")),
-}
+def changed(rng: numpy.random.Generator, kind: str, base: Weights) -> Weights:
+    """Another model."""
+    key = str(rng.choice([key for key in base if key.endswith(("q.weight", "k.weight", "up.weight"))]))
+    value, wide = base[key], len(base[key])
+    if kind in ("tuned", "lora"):
+        step = 10 ** rng.uniform(-3, -0.52)
+        made = {k: v + step * (v.std() or 0.1) * rng.standard_normal(v.shape).astype("f4") for k, v in base.items()}
+        low = rng.standard_normal((wide, 2)) @ rng.standard_normal((2, wide))
+        lora = {**base, key: value + (step * value.std() / low.std() * low).astype("f4")}
+        return made if kind == "tuned" else lora
+    if kind == "unrelated":
+        return model(rng, wide)
+    orders = {
+        "heads": lambda: value.reshape(4, -1, wide)[[2, 0, 3, 1]].reshape(wide, wide),
+        "rows": lambda: value[rng.permutation(wide)],
+        "columns": lambda: value[:, rng.permutation(wide)],
+        "transposed": lambda: value.T[rng.permutation(wide)],
+        "halves": lambda: value.reshape(4, -1, 2, wide).swapaxes(1, 2).reshape(wide, wide)[:, rng.permutation(wide)],
+        "other tensor": lambda: rng.standard_normal((wide, wide)).astype("f4") * 0.1,
+        "same": lambda: value,
+    }
+    return {**base, key: numpy.ascontiguousarray(orders[kind]())}
 
 
-@pytest.mark.parametrize("kind", ORDERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_only_what_has_the_same_bytes_is_proved(kind: str) -> None:
-    for seed, key in enumerate(("layers.0.q.weight", "layers.1.k.weight", "layers.1.up.weight")):
+    for seed in range(3):
         rng = numpy.random.default_rng(seed)
-        base = model(rng, 16 << seed)
-        found = ckptool.find_rules(base, {**base, key: numpy.ascontiguousarray(ORDERS[kind](base[key], rng))})
-        assert found.by_name == (key,) and not found.complete and f"values differ: {key}" in str(found), (seed, found)
+        base = model(rng, int(rng.choice([16, 32, 64])))
+        other = changed(rng, kind, base)
+        found = ckptool.find_rules(base, other)
+        differ = {key for key, value in base.items() if not numpy.array_equal(value, other[key])}
+        assert {*found.by_name} == differ and found.complete == (not differ), (seed, found)
+        lines = [line for line in str(found).splitlines() if "values differ: " in line]
+        assert len(lines) == bool(differ) and all(name in lines[0] for name in [*differ][:1] if len(differ) == 1)
 
 
 def test_equal_values_under_names_that_stay_are_not_doubtful() -> None:
