@@ -107,7 +107,9 @@ def write(checkpoint: Checkpoint, *, keep_unknown: bool = False) -> Plan:
     if problems:
         why = "It holds arrays of numpy's own dtypes: no bf16, no float8, no packed or quantized values."
         left_out = command("convert", FILE, exclude=Slot("NAME"), out=OUT_NPZ)
-        fix = f"Cast weights first: {command('cast', FILE, dtype='f32', out=OUT)}; or leave them out: {left_out}"
+        cast = f"Cast the weights first: {command('cast', FILE, dtype='f32', out=OUT)}; or leave them out"
+        helps = all(isinstance(tree[name], TensorEntry) and not _bad_name(name) for name in tree.keys() - arrays.keys())
+        fix = f"{cast if helps else 'Leave them out'}: {left_out}"
         raise Unsupported(f"an .npz file cannot hold {listed(problems)}", why, fix)
     if not arrays:
         return Plan({"": [InlineBytes(writer.end_records(0, 0, 0)[-END.size :])]})
