@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import io
 import os
 import signal
 import time
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -211,9 +211,20 @@ def not_plain(value: Any) -> str:
 
 def state_digest(value: Any) -> str:
     """A digest of a plain value with its tensors, the same for equal ones in every process."""
-    buffer = io.BytesIO()
-    torch.save(to_cpu(value), buffer)
-    return blake2b(buffer.getbuffer(), digest_size=16).hexdigest()
+    hashed, stack = blake2b(digest_size=16), [value]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, torch.Tensor):
+            part = local(node.detach())
+            part = (part if part.layout is torch.strided else part.to_dense()).cpu().contiguous().resolve_conj()
+            raw = part.reshape(-1).view(torch.uint8).numpy().data  # much: two sums take half of a hash's time
+            hashed.update(f"{part.dtype} {list(part.shape)} {zlib.crc32(raw)} {zlib.adler32(raw)}".encode())
+        elif isinstance(node, (dict, list, tuple)):
+            hashed.update(f"{type(node).__name__} {len(node)}".encode())
+            stack += [*node, *node.values()] if isinstance(node, dict) else node
+        else:
+            hashed.update(repr(sorted(map(repr, node)) if isinstance(node, set) else node).encode())
+    return hashed.hexdigest()
 
 
 def checked_rules(

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptool.training import run_folder
 from ckptool.training.parallel import World
-from ckptool.training.saving import Saver, to_cpu
+from ckptool.training.saving import Saver, state_digest, to_cpu
 from ckptool.training.store import Retention, commit_file
 from tests.support.small_runs import CONV, GAN, IMAGES, run_to_end, scheduled
 
@@ -140,3 +140,14 @@ def test_a_save_in_the_background_has_the_state_of_its_step(tmp_path: Path) -> N
         for each in run.all()
         if each.sidecar
     )
+
+
+def test_equal_states_have_one_digest_however_they_were_made() -> None:
+    """By it processes tell which of their states differ: neither the order of a set nor what is one object counts."""
+    word = "".join(["a", "b"])
+    sets = {0, 8}, {8, 0}
+    assert [*sets[0]] != [*sets[1]]
+    assert state_digest({"seen": sets[0], "names": [word, word]}) == state_digest(
+        {"seen": sets[1], "names": ["ab", word]}
+    )
+    assert state_digest({"seen": {0, 8}}) != state_digest({"seen": {0, 9}}) != state_digest({"seen": [0, 9]})
