@@ -21,6 +21,7 @@ from ckptool.conventions.state_dicts import bare, find_state_dicts, is_optimizer
 from ckptool.errors import UsageError, counted, listed
 from ckptool.facts import WHOLE, Report, Table, Told, dataclass, dim, green, number, percent, red, replace
 from ckptool.formats import CheckpointLike, members, named, open_file
+from ckptool.formats.marks import OTHER_ADAPTERS
 
 BESIDE = {"device", "strides", "requires_grad", "parameter"}  # what differs beside equal values
 IGNORABLE = ("device", "dtype", "order", "prefix", "strides", "ties", "requires_grad", "metadata")
@@ -409,6 +410,7 @@ def diff_of_parts(
     for opened in (a, b):
         others = members.beside(opened.checkpoint) if opened.at is None else ()
         remarks += [_weights_remark(opened.name, others)] if others else []
+        remarks += [f"{opened.name}: {each.message}" for each in opened.checkpoint.notes if each.code == OTHER_ADAPTERS]
     ignored = [name for word in several(ignore) for part in word.split(",") if (name := part.strip())]
     with unchanged(a.checkpoint.source, b.checkpoint.source):
         report = diff(parts[0], parts[1], ignore=ignored, only=several(only), strict=strict, **options)

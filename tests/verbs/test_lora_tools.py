@@ -57,6 +57,7 @@ def test_adapters_with_names_are_said_not_to_be_read(tmp_path: Path) -> None:
     for report in reports:
         (message,) = [note.message for note in report.notes if note.code == "other-adapters"]
         assert message == "2 folders in it have adapters that were not read: one, two"
+    assert sum(message in remark for remark in ckptool.diff(folder, folder / "one").remarks) == 1
 
 
 def test_what_changed_is_extracted_and_merged_back(tmp_path: Path) -> None:
