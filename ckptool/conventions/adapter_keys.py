@@ -139,11 +139,13 @@ def adapter_detail(node: Mapping[Any, Any]) -> str:
     """An adapter's state dict in words: `LoRA adapter, PEFT names, rank 8, of 24 modules (q_proj, v_proj)`.
 
     Empty if it is none: at least a quarter of the keys of an adapter are factors, or all have PEFT's prefix and none is
-    a wrapped layer of the base (IA3, prompts, trained layers).
+    a wrapped layer of the base (IA3, prompts, trained layers). With such layers it is a whole model of PEFT, and no
+    adapter: `model with LoRA adapter inside, PEFT names, …`.
     """
     texts = [key for key in node if type(key) is str]
     factors = {key: of for key in texts if is_factor((of := adapter_key(key)).role)}
-    if not factors or 4 * len(factors) < len(texts):
+    is_whole = any(key.endswith(".base_layer.weight") and ".token_adapter." not in key for key in texts)
+    if not factors or (4 * len(factors) < len(texts) and not is_whole):
         is_other = all(_OTHER.match(key) and ".base_layer." not in key for key in texts)
         return "PEFT adapter (not LoRA, LoHa or LoKr)" if is_other else ""
     shapes = [getattr(node[key], "shape", None) for key, of in factors.items() if of.role in RANKED]
@@ -154,8 +156,9 @@ def adapter_detail(node: Mapping[Any, Any]) -> str:
     names = "" if next(iter(keys)).scheme == KOHYA else f" ({printable(listed(leaves, 6))})"
     ranks = sorted({shape[0] for shape in shapes if shape and len(shape) > 1})
     rank = f", rank {listed(ranks, 4)}" if ranks else ""
-    kind = f"{' and '.join(methods)} adapter, {' and '.join(schemes)} names"
-    return f"{kind}{rank}, of {counted(len(modules), 'module')}{names}"
+    kind = f"{' and '.join(methods)} adapter"
+    kind = f"model with {kind} inside" if is_whole else kind
+    return f"{kind}, {' and '.join(schemes)} names{rank}, of {counted(len(modules), 'module')}{names}"
 
 
 # Places in a base -----------------------------------------------------------------------------------------------------

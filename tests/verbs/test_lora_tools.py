@@ -60,6 +60,19 @@ def test_adapters_with_names_are_said_not_to_be_read(tmp_path: Path) -> None:
     assert sum(message in remark for remark in ckptool.diff(folder, folder / "one").remarks) == 1
 
 
+@pytest.mark.parametrize("layers", [0, 20])
+def test_the_state_of_a_whole_model_of_peft_is_no_adapter(layers: int, tmp_path: Path) -> None:
+    """`get_peft_model(model, config).state_dict()`: the wrapped layers with their factors, among the others."""
+    state = {f"base_model.model.{key.replace('.weight', '.default.weight')}": half for key, half in halves("q").items()}
+    state |= {f"base_model.model.{name}": torch.ones(6) for name in ("q.base_layer.bias", *map(str, range(layers)))}
+    if not layers:  # with `bias: lora_only` that is an adapter
+        (adapter,) = ckptool.inspect(state).roots
+        assert adapter.is_adapter and adapter.detail.startswith("LoRA adapter, PEFT names")
+    (whole,) = ckptool.inspect(state | {"base_model.model.q.base_layer.weight": torch.ones(5, 6)}).roots
+    assert whole.detail == "model with LoRA adapter inside, PEFT names, rank 2, of 1 module (q)"
+    assert not whole.is_adapter
+
+
 def test_what_changed_is_extracted_and_merged_back(tmp_path: Path) -> None:
     base, tuned = weights(), weights()
     tuned["up.q.weight"] += torch.outer(torch.arange(6.0), torch.ones(6))
