@@ -408,7 +408,10 @@ def fingerprint(config: Config, data: Samples) -> dict[str, Any]:
     """A digest of each of the user's files that the configuration names, by its name, and the number of samples."""
     named = {name.rpartition(":")[0] for name in code_names(config.dumped())}
     paths = {name if name.endswith(".py") else getattr(sys.modules.get(name), "__file__", "") for name in named}
-    code = {os.path.basename(path): file_digest(path) for path in sorted(filter(None, paths)) if is_theirs(path)}
+    code: dict[str, str] = {}
+    for path in sorted(path for path in filter(None, paths) if is_theirs(path)):
+        name = os.path.basename(path)
+        code[name] = code.get(name, "") + file_digest(path)  # of two files of one name both
     return {"code": code, "samples": data.train_count + len(data.held_out)}
 
 

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import yaml
 
 from ckptool.errors import Conflict, UsageError
 from ckptool.training import configfile
-from ckptool.training.trainer import resume, start
+from ckptool.training.trainer import fingerprint, resume, start
 from tests.support.small_runs import config, last, run_to_end, trainer
 
 CODE = """
@@ -138,3 +139,15 @@ def test_what_is_installed_comes_before_a_neighbour(tmp_path: Path) -> None:
 
     assert sys.path.index(str(folder)) > sys.path.index(sysconfig.get_paths()["stdlib"])
     assert hasattr(colorsys, "rgb_to_hsv")
+
+
+def test_of_two_files_of_one_name_a_change_of_either_is_seen(tmp_path: Path) -> None:
+    digests, data = [], SimpleNamespace(train_count=1, held_out=[])
+    for text in ("f = 1", "f = 2"):
+        for folder in ("a", "b"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / "net.py").write_text(text if folder == "a" else "f = 1")
+        names = {folder: {"name": f"{tmp_path / folder / 'net.py'}:f"} for folder in ("a", "b")}
+        settings: Any = SimpleNamespace(dumped=lambda names=names: {"models": names})
+        digests.append(fingerprint(settings, data)["code"])
+    assert digests[0].keys() == {"net.py"} and digests[0] != digests[1]
