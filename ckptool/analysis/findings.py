@@ -22,7 +22,7 @@ from ckptool.commands import FILE, VERBS, Command, Slot, Use, as_argument, comma
 from ckptool.errors import listed, printable
 from ckptool.facts import LIVE, Note, Report, Told, bold, cyan, dataclass, dim, field, green, red, replace, yellow
 from ckptool.formats import NOT_WRITTEN, SUFFIXES
-from ckptool.formats.folder import is_in
+from ckptool.formats.folder import ADAPTER, CONFIG, is_in
 
 # File names in commands -----------------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class Chain:
         promised = SUFFIXES.get(suffix)
         is_misnamed = promised is not None and promised.tensors_only and self.container not in ("", promised.name)
         is_safe = self.container == "safetensors"  # of which a folder is written with the configuration, too
-        is_model = is_safe and any(is_in(path, name) for name in ("config.json", "adapter_config.json"))
+        is_model = is_safe and any(is_in(path, name) for name in (CONFIG, ADAPTER))
         return ".pt" if suffix in NOT_WRITTEN or is_misnamed else suffix or "/" * is_model
 
 

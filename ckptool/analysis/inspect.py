@@ -27,8 +27,9 @@ from ckptool.conventions.state_dicts import COUNTER, OPTIMIZER, StateDict, find_
 from ckptool.errors import Conflict, counted, form, listed, printable
 from ckptool.facts import BAR, LIVE, WHOLE, Bytes, Report, Table, Told, Unit, bar, blue, bold, dim, number, short, size
 from ckptool.formats import named
+from ckptool.formats.folder import ADAPTER
 from ckptool.formats.members import all_uses, unjudged
-from ckptool.formats.model_folder import ADAPTER, config_beside
+from ckptool.formats.model_folder import config_beside
 from ckptool.pickles.calls import CALLED, MADE, NAMED, UNKNOWN, custom_notes
 from ckptool.pickles.plain import is_one_line, to_json
 from ckptool.pickles.weights_only import takes, weights_only

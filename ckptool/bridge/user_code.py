@@ -77,7 +77,8 @@ def _from_file(place: str, what: str) -> Any:
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
-        sys.path += [folder] if folder not in sys.path else []  # it imports neighbours later, and in workers
+        if folder not in sys.path:  # else it is the user's own
+            sys.path.append(folder)  # it imports neighbours later, and in workers
         _FOLDERS.add(folder)
     return module
 

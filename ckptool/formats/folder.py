@@ -49,6 +49,8 @@ class NamePattern:
         return re.fullmatch(self.pattern, name) if self.mark in name else None
 
 
+# Of a Trainer's checkpoint; of a model; of an adapter of PEFT's.
+STATE, CONFIG, ADAPTER = "trainer_state.json", "config.json", "adapter_config.json"
 # Of shards, and the index that says which tensor is in which.
 NUMBERED = NamePattern("-of-", r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<suffix>\.[A-Za-z]+)")
 _OF_A_SHARD = NamePattern("-of-", r".+-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})[^.]*\.[A-Za-z]+")  # `…_old.bin`, too

@@ -32,6 +32,8 @@ from ckptool.errors import CkptoolError, Conflict, Corrupt, LimitExceeded, NotAC
 from ckptool.facts import dataclass, replace
 from ckptool.formats import FORMATS, HEAD, named, read_alone
 from ckptool.formats.folder import (
+    ADAPTER,
+    CONFIG,
     CONSOLIDATED,
     FOLDER,
     FSDP_RANKS,
@@ -40,6 +42,7 @@ from ckptool.formats.folder import (
     MODEL_PARALLEL,
     OF_WORLD,
     PIECES,
+    STATE,
     NamePattern,
     as_part,
     damaged,
@@ -55,7 +58,6 @@ from ckptool.pickles.calls import UNKNOWN, NameUse, uses_of
 NAME = "folder"
 MAX_MEMBERS = 10_000  # of a folder, each of which is opened: thousands of ranks save two each
 MAX_STEPS = 512  # of parameters looked at
-STATE, CONFIG, ADAPTER = "trainer_state.json", "config.json", "adapter_config.json"
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"  # of a Trainer
 ROUTER = "router_config.json"
 

@@ -25,9 +25,9 @@ from ckptool.conventions.adapter_keys import DIFFUSERS_CONFIG
 from ckptool.conventions.quantized import may_be_quantized
 from ckptool.errors import UsageError, listed, printable
 from ckptool.facts import dataclass, field
-from ckptool.formats.folder import is_in, json_in, led_elsewhere, names_in
+from ckptool.formats.folder import ADAPTER, CONFIG, is_in, json_in, led_elsewhere, names_in
 
-CONFIG, PARAMS, ADAPTER = "config.json", "params.json", "adapter_config.json"
+PARAMS = "params.json"
 MODULES = "modules.json"  # of sentence-transformers: its modules, in folders of their own
 TRANSFORMERS, DIFFUSERS, PEFT, TIMM = "transformers", "diffusers", "peft", "timm"
 STEMS = {TRANSFORMERS: "model", DIFFUSERS: "diffusion_pytorch_model", PEFT: "adapter_model"}
@@ -165,11 +165,13 @@ def config_beside(model: Checkpoint, *names: str) -> dict[str, Any] | None:
 
 def stale_config(model: Checkpoint, dtype: str, *, dequantized: bool, in_place: bool) -> list[str]:
     """What is said where the configuration beside weights that were cast still has what it said of them before."""
-    stale = "the quantization" if dequantized and quantization_config(model) else ""
-    config = config_beside(model, CONFIG) or {}
-    if not stale and in_place and with_dtype(config, dtype) != config:
+    if dequantized and quantization_config(model):
+        stale = "the quantization"
+    elif in_place and with_dtype(config := config_beside(model, CONFIG), dtype) != config:
         stale = "another dtype, in which its library may load the weights"
-    return [f"{CONFIG} beside it still names {stale}; in a folder ({arg(out='DIR/')}) it would not"] if stale else []
+    else:
+        return []
+    return [f"{CONFIG} beside it still names {stale}; in a folder ({arg(out='DIR/')}) it would not"]
 
 
 def left_meaning(model: Checkpoint, changed: Checkpoint, path: str) -> tuple[Note, ...]:

@@ -33,7 +33,18 @@ from ckptool.errors import (
 )
 from ckptool.facts import dataclass, field, replace
 from ckptool.formats import HEAD, marks, read_alone, safetensors, whole_tree
-from ckptool.formats.folder import CONSOLIDATED, INDEX, MAX_TABLE, NUMBERED, another_run, json_in, lacks, plain_name
+from ckptool.formats.folder import (
+    ADAPTER,
+    CONSOLIDATED,
+    INDEX,
+    MAX_TABLE,
+    NUMBERED,
+    STATE,
+    another_run,
+    json_in,
+    lacks,
+    plain_name,
+)
 from ckptool.formats.layouts import hf_pieces
 from ckptool.formats.marks import noted
 from ckptool.formats.strict_json import parse_object
@@ -45,7 +56,6 @@ SINGLE = re.compile(
     r"(?:model|pytorch_model|adapter_model|diffusion_pytorch_model|pytorch_lora_weights|consolidated)"
     r"(?P<variant>\.[A-Za-z0-9_]+)?\.(?:safetensors|bin)|consolidated\.00\.pth"
 )
-_ADAPTER = "adapter_config.json"
 # LLaVA's projector beside an adapter; the value heads of trl and LLaMA-Factory.
 _TRAINED_BESIDE = re.compile(r"non_lora_trainables\.bin|value_head\.(?:bin|safetensors)")
 
@@ -140,9 +150,9 @@ def read(source: Input) -> Checkpoint:
         beside = filter(_TRAINED_BESIDE.fullmatch, source.names)
         words = "file has", "files have", "weights that were trained with these and are not among them"
         notes = noted(marks.WEIGHTS_BESIDE, beside, *words)
-        if _ADAPTER in source and "trainer_state.json" not in source and not source.far:
+        if ADAPTER in source and STATE not in source and not source.far:
             # PEFT writes the adapter called default into a folder, and each other into one of its name below it.
-            adapters = (n for n in source.names if os.path.lexists(os.path.join(source.path, n, _ADAPTER)))
+            adapters = (n for n in source.names if os.path.lexists(os.path.join(source.path, n, ADAPTER)))
             notes += noted(
                 marks.OTHER_ADAPTERS, adapters, "folder in it has", "folders in it have", "adapters that were not read"
             )

@@ -31,7 +31,7 @@ DAMAGED = "The pickle is damaged or malicious."
 
 
 class PickleReader:
-    """A pickle and the position `at` in `data`, which is the pickle or the frame that begins at its byte `base`."""
+    """A pickle, `data`, and the position `at` in it."""
 
     __slots__ = ("at", "data")
 

@@ -69,7 +69,8 @@ class Looks:
 
     def notes(self, run: Run, first: bool) -> Iterator[str]:
         """The notes to print at a save. first: True at the first save of the run."""
-        yield from self._of_objects(run)
+        unscheduled = run.objects.optimizer_without_its_schedule()
+        yield from self._of_objects(run, unscheduled)
         is_inside = run.position.batch > 0
         is_new = not self.saves or (is_inside and not self.was_inside)
         self.saves += 1
@@ -77,12 +78,13 @@ class Looks:
             return
         self.was_inside |= is_inside
         self.again = run.step + 1 if is_new else -1
-        yield from self._of_changes(run, first)
+        yield from self._of_changes(run, first, Schedule if unscheduled else ())
 
-    def _of_objects(self, run: Run) -> Iterator[str]:
-        """The notes on the objects that were given, and on those that belong to them."""
+    def _of_objects(self, run: Run, unscheduled: str) -> Iterator[str]:
+        """The notes on the objects that were given, and on those that belong to them. unscheduled: the name of an
+        optimizer whose schedule was not given."""
         objects = run.objects
-        if unscheduled := objects.optimizer_without_its_schedule():
+        if unscheduled:
             yield (
                 f"{printable(unscheduled)} has a learning rate schedule, which was not given to ckptool.Run and is not "
                 "saved; write: ckptool.Run(…, scheduler=scheduler)"
@@ -103,12 +105,13 @@ class Looks:
         if run._window.is_adding:
             yield "gradients are added to those of earlier steps, which no checkpoint has; call optimizer.zero_grad()"
 
-    def _of_changes(self, run: Run, first: bool) -> Iterator[str]:
-        """The notes on what the script has beside them, and on what changes and is not saved."""
+    def _of_changes(self, run: Run, first: bool, explained: tuple[type, ...]) -> Iterator[str]:
+        """The notes on what the script has beside them, and on what changes and is not saved. explained:
+        classes of objects on which there is a note already."""
         objects, generators, loader = run.objects, run._generators(), run.position.loader
         named = {**generators, **objects.named, **({"loader": loader} if loader is not None else {})}
         held = _held(named.values())
-        unsaved = unsaved_objects(held, Schedule if objects.optimizer_without_its_schedule() else ())
+        unsaved = unsaved_objects(held, explained)
         groups = [group for each in objects.of(torch.optim.Optimizer).values() for group in each.param_groups]
         skipped: dict[int, Any] = {id(each): each for each in (run, *groups)}
         current, objects_met = moving.reachable(named, skipped)

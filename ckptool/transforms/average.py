@@ -34,7 +34,8 @@ from ckptool.conventions.adapter_keys import adapter_key, is_factor
 from ckptool.conventions.state_dicts import bare, differences
 from ckptool.errors import Conflict, Unsupported, UsageError, counted, listed
 from ckptool.formats import DEFAULT
-from ckptool.formats.model_folder import ADAPTER, CONFIG, config_beside
+from ckptool.formats.folder import ADAPTER, CONFIG
+from ckptool.formats.model_folder import config_beside
 
 _PARALLEL = 0.9995  # of two directions; beyond, slerp is a straight line
 _DIGIT = 16  # bits of a pattern that are counted in one pass

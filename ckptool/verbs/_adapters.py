@@ -15,8 +15,8 @@ from ckptool.conventions.adapter_keys import DIFFUSERS_CONFIG
 from ckptool.conventions.state_dicts import one_state_dict
 from ckptool.errors import Corrupt, Unsupported, UsageError, printable
 from ckptool.formats import SHARDED, CheckpointLike, PathLike, open_whole, safetensors
-from ckptool.formats.folder import MAX_TABLE
-from ckptool.formats.model_folder import ADAPTER, PEFT, STEMS, ModelFolder, config_beside
+from ckptool.formats.folder import ADAPTER, MAX_TABLE
+from ckptool.formats.model_folder import PEFT, STEMS, ModelFolder, config_beside
 from ckptool.formats.sharded import divided
 from ckptool.transforms.lora.adapters import Adapter, AdapterFile, read_adapter
 from ckptool.verbs._save import Change, Written

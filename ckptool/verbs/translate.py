@@ -12,7 +12,8 @@ from ckptool.commands import ADDRESS, FILE, OUT, Slot, arg, argument, command, o
 from ckptool.conventions.state_dicts import model_state_dicts, one_state_dict
 from ckptool.errors import Conflict, UsageError, counted, listed, printable
 from ckptool.formats import SHARDED, CheckpointLike, Opened, PathLike, changeable, open_file, open_whole
-from ckptool.formats.model_folder import CONFIG, ModelFolder, configuration, model_folder
+from ckptool.formats.folder import CONFIG
+from ckptool.formats.model_folder import ModelFolder, configuration, model_folder
 from ckptool.formats.sharded import divided
 from ckptool.names.layout import LIST, LayoutList, layout_or_file, shipped, shipped_layout
 from ckptool.names.rules import Translation, parse_rules, parse_setting

@@ -17,7 +17,7 @@ from ckptool.checkpoint.tree import memories
 from ckptool.commands import OUT, OUT_SAFETENSORS, PATTERN, command
 from ckptool.conventions.adapter_keys import BIAS, EMBEDDING, KOHYA, LORA, TOKENS, WHOLE, Places, orientation
 from ckptool.errors import Conflict, NoMatch, Unsupported, counted, listed
-from ckptool.formats.model_folder import ADAPTER
+from ckptool.formats.folder import ADAPTER
 from ckptool.transforms.average import alike
 from ckptool.transforms.lora.adapters import Adapter, Delta, matches, scale_of
 from ckptool.transforms.lora.changes import Misfit, as_type, changed, with_rows
